@@ -1,0 +1,26 @@
+# Each target is a station of the road; PROFILE, NAME, IMAGE and REGISTRY override what it works on.
+# shell variables: IMAGE=registry.example.com/nemo-rl:tag make image push
+PROFILE ?= cpu
+NAME ?= $(PROFILE)
+export PROFILE NAME IMAGE REGISTRY KEEP
+
+BUILD = .venv/bin/python build.py
+
+.PHONY: env lock fetch image push clean distclean
+
+env: .venv/.installed
+
+.venv/.installed: lockfiles/kit.txt ci/python-env.sh
+	@ci/python-env.sh
+
+lock: env
+	@$(BUILD) lock
+
+fetch: env
+	@$(BUILD) fetch
+
+image: env
+	@$(BUILD) image
+
+push: env
+	@$(BUILD) push $(IMAGE)

@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""The command line of the kit: one subcommand a station, each a few lines that call kit/."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+_VENV = Path(__file__).resolve().parent / ".venv"
+if Path(sys.prefix).resolve() != _VENV and (_VENV / "bin/python").exists() and "KIT_NO_VENV" not in os.environ:
+    os.execv(_VENV / "bin/python", [str(_VENV / "bin/python"), __file__, *sys.argv[1:]])
+
+try:
+    import typer
+except ModuleNotFoundError as error:
+    sys.exit(f"error: the kit's environment is missing ({error.name}): run `make env` in {_VENV.parent}")
+
+from kit.errors import KitError  # noqa: E402
+
+app = typer.Typer(
+    help=__doc__,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+)
+
+Profile = Annotated[str, typer.Option(envvar="PROFILE", help="Which locked set: cpu or cuda.")]
+Name = Annotated[str, typer.Option(envvar="NAME", help="The release's folder: dist/NAME.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON on stdout.")]
+
+
+@app.callback()
+def common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", envvar="QUIET", help="Say nothing but errors.")] = False,
+) -> None:
+    from kit.steps import set_quiet
+
+    if debug:
+        os.environ["KIT_DEBUG"] = "1"
+    set_quiet(quiet)
+
+
+@app.command()
+def lock(
+    profile: Annotated[list[str] | None, typer.Argument(help="Which sets to write; all when none is named.")] = None,
+    upgrade: Annotated[bool, typer.Option(help="Take newer versions that the .in files allow.")] = False,
+) -> None:
+    """Write the lockfiles anew from lockfiles/*.in.
+
+    Example: ./build.py lock cpu
+    """
+    from kit.lock import write_locks
+
+    write_locks(profile or [], upgrade=upgrade)
+
+
+@app.command()
+def fetch(profile: Profile = "cpu") -> None:
+    """Bring every locked input, verified, to dist/inputs/PROFILE.
+
+    Example: ./build.py fetch --profile cpu
+    """
+    from kit.fetch import fetch_inputs
+
+    fetch_inputs(profile)
+
+
+@app.command()
+def image(
+    name: Name = "",
+    profile: Profile = "cpu",
+    dynamo: Annotated[bool, typer.Option(help="With the Dynamo environment; without, the trainer image.")] = True,
+    json: Json = False,
+) -> None:
+    """Build the image into dist/NAME/oci and record its digest.
+
+    Example: ./build.py image --profile cpu --name cpu
+    """
+    from kit.image import make_image
+
+    _answer(make_image(name or profile, profile, with_dynamo=dynamo).model_dump_json(indent=2), json)
+
+
+@app.command()
+def push(
+    target: Annotated[str, typer.Argument(envvar="IMAGE", help="Reference to push to; the own registry if none.")] = "",
+    name: Name = "cpu",
+    json: Json = False,
+) -> None:
+    """Copy the image's bytes to a registry and check that its digest is the same there.
+
+    Examples: ./build.py push
+              ./build.py push registry.example.com/nemo-rl:dynamo
+    """
+    from kit.push import push_image
+
+    _answer(push_image(name, target).model_dump_json(indent=2), json)
+
+
+def _answer(text: str, json: bool) -> None:
+    if json:
+        print(text)
+
+
+def _end_on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, _end_on_sigterm)
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(standalone_mode=False, prog_name="build.py")
+        return status if isinstance(status, int) else 0
+    except typer.Exit as stop:
+        return stop.exit_code
+    except KitError as error:
+        _complain(str(error))
+        _debug_traceback()
+        return error.status
+    except (KeyboardInterrupt, typer.Abort):
+        _complain("interrupted; earlier artifacts are as they were")
+        return 1
+    except Exception as error:
+        return _unforeseen(error)
+
+
+def _unforeseen(error: Exception) -> int:
+    if isinstance(error, typer.TyperException):
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        # `./build.py` alone raises its whole help text as the message.
+        print(text, file=sys.stderr) if "\n" in text else _complain(f"{text} (see --help)")
+        return 2
+    if isinstance(error, OSError) and error.filename is not None:
+        _complain(f"{error.strerror}: {error.filename}")
+    else:
+        _complain(f"{type(error).__name__}: {' '.join(str(error).split())} (a traceback comes with --debug)")
+    _debug_traceback()
+    return 1
+
+
+def _complain(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr)
+
+
+def _debug_traceback() -> None:
+    if os.environ.get("KIT_DEBUG"):
+        import traceback
+
+        traceback.print_exc()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Where things lie: the repository, its state folder, the inputs and the releases."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kit.errors import KitError, UsageError
+
+REPO = Path(__file__).resolve().parent.parent
+LOCKFILES = REPO / "lockfiles"
+PROFILES = ("cpu", "cuda")
+
+
+def state_dir() -> Path:
+    """The project's own state: services, caches, unpacked tools. `KIT_STATE` moves it."""
+    return Path(os.environ.get("KIT_STATE") or REPO / ".state").absolute()
+
+
+def inputs_dir(profile: str) -> Path:
+    if profile not in PROFILES:
+        raise UsageError(f"unknown profile '{profile}'", f"choose one of {', '.join(PROFILES)}")
+    return REPO / "dist" / "inputs" / profile
+
+
+@dataclass(frozen=True)
+class Release:
+    """The folder of one release, `dist/<name>`."""
+
+    name: str
+
+    @property
+    def folder(self) -> Path:
+        return REPO / "dist" / self.name
+
+    @property
+    def oci(self) -> Path:
+        return self.folder / "oci"
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "record.json"
+
+    @property
+    def sqsh(self) -> Path:
+        return self.folder / f"{self.name}.sqsh"
+
+    @property
+    def functional(self) -> Path:
+        return self.folder / "functional"
+
+
+def release(name: str) -> Release:
+    if not name or name == "inputs" or name.startswith(".") or "/" in name:
+        raise UsageError(f"'{name}' cannot name a release", "use a plain word such as cpu or cuda-1.3.0")
+    return Release(name)
+
+
+@contextmanager
+def only_run(what: str) -> Iterator[None]:
+    """Hold the state folder's lock for `what`, so that two runs never write the same artifact."""
+    folder = state_dir() / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{what}.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise KitError(f"another '{what}' is running here (process {holder})", "wait for it, or end it") from None
+        file.seek(0)
+        file.truncate()
+        file.write(str(os.getpid()))
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)

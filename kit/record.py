@@ -1,0 +1,124 @@
+"""`record.json`: what a release is and what was proved about it.
+
+One section a station. The file is written whole or not at all, and it only ever grows: a section that is there is
+never overwritten by accident (see `add_section`). The JSON Schema in record.schema.json is made from these models.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+
+from kit.errors import KitError
+from kit.files import write_atomic
+
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+SCHEMA_FILE = Path(__file__).with_name("record.schema.json")
+
+
+def now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    time: AwareDatetime = Field(default_factory=now, description="When this section was written (UTC).")
+
+
+class ImageSection(Section):
+    """The OCI layout in `oci/`; its digest is the release's identity."""
+
+    name: str
+    profile: str
+    digest: Digest
+    media_type: str
+    size: NonNegativeInt = Field(description="Bytes of the manifest, the configuration and the compressed layers.")
+    layers: list[Digest]
+    key: Sha256 = Field(description="Hash over everything that went into the build; equal key, equal image.")
+    inputs: dict[str, str] = Field(description="sha256 of each lockfile, base and source tree that went in.")
+    source_date_epoch: int
+
+
+class PushSection(Section):
+    reference: str = Field(description="registry/repository:tag")
+    digest: Digest
+
+
+class SqshSection(Section):
+    path: str = Field(description="Relative to the record's folder.")
+    sha256: Sha256
+    size: NonNegativeInt
+    source_digest: Digest
+    tools: dict[str, str] = Field(description="Version of each tool that made it.")
+
+
+class FunctionalSection(Section):
+    path: str = Field(description="report.json, relative to the record's folder.")
+    sha256: Sha256
+    status: Literal["passed", "failed", "error"]
+    image_digest: Digest
+    sqsh_sha256: Sha256
+    passed: NonNegativeInt
+    failed: NonNegativeInt
+    skipped: NonNegativeInt
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: Literal[1] = 1
+    image: ImageSection
+    push: PushSection | None = None
+    sqsh: SqshSection | None = None
+    functional: FunctionalSection | None = None
+
+
+def read_record(path: Path) -> Record:
+    try:
+        return Record.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise KitError(f"no record at {path}", "make the image first: ./build.py image") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise KitError(f"{path} is not a release record ({where}: {first['msg']})", "make the release again") from error
+
+
+def start_record(path: Path, image: ImageSection) -> Record:
+    """Begin the record of a new image.
+
+    The same digest keeps the record and all its sections. Another digest is another release: the earlier record is
+    kept beside the new one under its digest, because what it says was true of that image.
+    """
+    if path.exists():
+        earlier = read_record(path)
+        if earlier.image.digest == image.digest:
+            return earlier
+        path.replace(path.with_name(f"record-{earlier.image.digest[7:19]}.json"))
+    return _write(path, Record(image=image))
+
+
+def add_section(path: Path, section: PushSection | SqshSection | FunctionalSection, *, replace: bool = False) -> Record:
+    """Add one section. One that is already there and says something else is an error unless the caller, having made
+    the artifact anew and said so, passes `replace`."""
+    record = read_record(path)
+    key = {PushSection: "push", SqshSection: "sqsh", FunctionalSection: "functional"}[type(section)]
+    there = getattr(record, key)
+    if there is not None and not replace and there.model_dump(exclude={"time"}) != section.model_dump(exclude={"time"}):
+        raise KitError(f"{path} already has another '{key}' section", "remove the release folder to start it anew")
+    return _write(path, record.model_copy(update={key: section}))
+
+
+def json_schema() -> str:
+    return json.dumps(Record.model_json_schema(), indent=2) + "\n"
+
+
+def _write(path: Path, record: Record) -> Record:
+    write_atomic(path, record.model_dump_json(indent=2, exclude_none=True) + "\n")
+    return record
