@@ -1,0 +1,101 @@
+"""Write lockfiles/*.txt from lockfiles/*.in: versions with hashes, wheels only, and no index address."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from kit.command import run
+from kit.errors import KitError, UsageError
+from kit.files import finished_file
+from kit.layout import LOCKFILES, state_dir
+from kit.steps import complete_step
+
+HOST_PYTHON = "3.11"
+
+
+@dataclass(frozen=True)
+class LockSet:
+    """One lockfile: what it is made from, for which Python, and which other lock it must agree with."""
+
+    name: str
+    source: str
+    python: str
+    overrides: str | None = None
+    agrees_with: str | None = None
+
+
+# In this order: a trainer set takes its shared versions from the Dynamo set, so that files are the same and stored once.
+SETS = {
+    "kit": (LockSet("kit", "kit", HOST_PYTHON),),
+    "cpu": (
+        LockSet("dynamo-cpu", "dynamo-cpu", "3.13", overrides="overrides-cpu"),
+        LockSet("trainer-cpu", "trainer", "3.13", overrides="overrides-cpu", agrees_with="dynamo-cpu"),
+    ),
+    "cuda": (
+        LockSet("dynamo-cuda", "dynamo-cuda", "3.12", overrides="overrides-cuda"),
+        LockSet("trainer-cuda", "trainer", "3.12", overrides="overrides-cuda", agrees_with="dynamo-cuda"),
+    ),
+}
+_PIN = re.compile(r"^(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[^\s;\\]+)", re.MULTILINE)
+
+
+def write_locks(profiles: list[str], *, upgrade: bool) -> None:
+    """Write the locks of the named sets (`kit`, `cpu`, `cuda`), or of all."""
+    for profile in profiles or list(SETS):
+        if profile not in SETS:
+            raise UsageError(f"unknown lock set '{profile}'", f"choose from {', '.join(SETS)}")
+        for lock in SETS[profile]:
+            with complete_step(f"Lock {lock.name}") as step:
+                step.note(f"{len(pins(_compile(lock, upgrade)))} packages")
+
+
+def lockfile(name: str) -> Path:
+    path = LOCKFILES / f"{name}.txt"
+    if not path.exists():
+        raise KitError(f"no lockfile {path.name}", "write it with ./build.py lock")
+    return path
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Package name → version of every line, whatever platform it is for."""
+    return {match["name"]: match["version"] for match in _PIN.finditer(path.read_text())}
+
+
+def uv_program() -> Path:
+    """uv from PATH, else the one that ci/python-env.sh put into the state folder."""
+    found = shutil.which("uv") or shutil.which(state_dir() / "uv/bin/uv")
+    if found is None:
+        raise KitError("no uv here", "run `make env`")
+    return Path(found)
+
+
+def _compile(lock: LockSet, upgrade: bool) -> Path:
+    target = LOCKFILES / f"{lock.name}.txt"
+    with finished_file(target) as part:
+        if target.exists() and not upgrade:
+            part.write_bytes(target.read_bytes())  # uv keeps the versions that its output file already has
+        argv: list[str | Path] = [
+            uv_program(),
+            "pip",
+            "compile",
+            "--quiet",
+            "--universal",
+            f"--python-version={lock.python}",
+            "--only-binary=:all:",  # a source package would need a compiler and a network at build time
+            "--generate-hashes",
+            "--no-emit-index-url",
+            "--no-emit-find-links",
+            "--no-header",
+            "--no-annotate",
+            f"--output-file={part}",
+        ]
+        if lock.overrides is not None:
+            argv.append(f"--override={LOCKFILES / lock.overrides}.txt")
+        if lock.agrees_with is not None:
+            argv.append(f"--constraint={lockfile(lock.agrees_with)}")
+        argv.append(LOCKFILES / f"{lock.source}.in")
+        run(argv)
+    return target
