@@ -55,6 +55,7 @@ class SqshSection(Section):
     sha256: Sha256
     size: NonNegativeInt
     source_digest: Digest
+    options: dict[str, str] = Field(description="Compressor, level, block size: what decides the bytes with the digest.")
     tools: dict[str, str] = Field(description="Version of each tool that made it.")
 
 
