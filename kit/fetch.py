@@ -1,0 +1,201 @@
+"""Bring every locked input, verified, to dist/inputs/PROFILE, so that the build needs no network.
+
+Wheels come through pip with the machine's own configuration (index, mirror, CA), so no address is named here; pip
+checks each against the lock's hashes, and the build checks them again as it installs them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kit.bases import Base, read_bases
+from kit.command import run
+from kit.errors import KitError
+from kit.files import finished_file, sha256_of, write_atomic
+from kit.layout import REPO, inputs_dir, only_run
+from kit.lock import SETS, lockfile
+from kit.steps import complete_step, say, size_text
+
+# Files that no run reads: a fifth of the base.
+_LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/info/*", "/usr/share/locale/*")
+
+
+class Manifest(BaseModel):
+    """inputs.json: what lies in the folder, and what it was fetched for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    locks: dict[str, str]
+    """Lockfile name → sha256."""
+    wheels: dict[str, int]
+    """Wheel → size; each one's hash is in the locks."""
+    base: Base
+    base_sha256: str | None = None
+    base_size: int = 0
+    base_packages: dict[str, str] = {}
+    """Debian package → version."""
+
+
+def fetch_inputs(profile: str) -> Manifest:
+    """Fetch what is missing and return the manifest; what is there and still right is left alone."""
+    folder = inputs_dir(profile)
+    with only_run(f"fetch-{profile}"), complete_step(f"Fetch the inputs of {profile}") as step:
+        locks = {lock.name: sha256_of(lockfile(lock.name)) for lock in SETS[profile]}
+        bases = read_bases()
+        base = bases.of(profile)
+        there = _read(folder)
+        if there is not None and there.locks == locks and there.base == base and _complete(folder, there):
+            step.note("all there, reused")
+            return there
+        wheels = _fetch_wheels(profile, base, folder / "wheels")
+        manifest = Manifest(locks=locks, wheels=wheels, base=base)
+        if base.suite is not None:
+            if there is not None and there.base == base and _base_complete(folder, there):
+                say("base: there, reused")
+                packages, digest = there.base_packages, there.base_sha256
+            else:
+                packages = _make_base(base, bases.source_date_epoch, folder / "base.tar")
+                digest = sha256_of(folder / "base.tar")
+            size = (folder / "base.tar").stat().st_size
+            update = {"base_packages": packages, "base_sha256": digest, "base_size": size}
+            manifest = manifest.model_copy(update=update)
+        write_atomic(folder / "inputs.json", manifest.model_dump_json(indent=1, exclude_none=True) + "\n")
+        step.note(size_text(sum(wheels.values()) + manifest.base_size))
+        return manifest
+
+
+def read_manifest(profile: str) -> Manifest:
+    manifest = _read(inputs_dir(profile))
+    if manifest is None:
+        raise KitError(f"no inputs of '{profile}' in {inputs_dir(profile)}", "run ./build.py fetch")
+    return manifest
+
+
+def _read(folder: Path) -> Manifest | None:
+    try:
+        return Manifest.model_validate_json((folder / "inputs.json").read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None  # never fetched, half fetched, or by another version of the kit: fetch again
+
+
+def _complete(folder: Path, manifest: Manifest) -> bool:
+    sizes = {path.name: path.stat().st_size for path in _wheels(folder / "wheels")}
+    return sizes == manifest.wheels and (manifest.base.suite is None or _base_complete(folder, manifest))
+
+
+def _base_complete(folder: Path, manifest: Manifest) -> bool:
+    tar = folder / "base.tar"
+    return manifest.base_sha256 is not None and tar.exists() and tar.stat().st_size == manifest.base_size
+
+
+def _wheels(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.whl"))
+
+
+def _fetch_wheels(profile: str, base: Base, folder: Path) -> dict[str, int]:
+    """Fill `folder` with exactly the wheels of the profile's locks that the base's Python on this machine takes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted: set[str] = set()
+    for lock in SETS[profile]:
+        with complete_step(f"Wheels of {lock.name}") as step:
+            before = {path.name for path in _wheels(folder)}
+            names = _pip_download(lockfile(lock.name), base, folder)
+            wanted |= names
+            step.note(f"{len(names)} wheels, {len(names - before)} new")
+    for path in _wheels(folder):
+        if path.name not in wanted:
+            path.unlink()
+    return {path.name: path.stat().st_size for path in _wheels(folder)}
+
+
+def _pip_download(lock: Path, base: Base, folder: Path) -> set[str]:
+    """Names of the wheels that `lock` asks for; those already in `folder` are only checked against their hashes."""
+    finished = run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-input",
+            "--no-cache-dir",  # the folder is the cache
+            "--progress-bar=off",
+            "--no-deps",
+            "--require-hashes",
+            "--only-binary=:all:",
+            "--implementation=cp",
+            f"--python-version={base.python}",
+            f"--abi=cp{base.python.replace('.', '')}",
+            "--abi=abi3",
+            "--abi=none",
+            *(f"--platform={tag}" for tag in platform_tags(base.glibc)),
+            f"--dest={folder}",
+            f"--requirement={lock}",
+        ],
+        env={"PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        hint="check pip's index configuration (pip config list), then fetch again",
+    )
+    return set(_named_wheels(finished.stdout.splitlines()))
+
+
+def _named_wheels(lines: Iterable[str]) -> Iterable[str]:
+    """The wheels pip says it saved or found: `Saved ./x.whl` and `File was already downloaded /…/x.whl`."""
+    for line in lines:
+        words = line.split()
+        if words and words[-1].endswith(".whl") and ("Saved" in words or "already" in words):
+            yield os.path.basename(words[-1])  # noqa: PTH119  # a string, not a file
+
+
+def platform_tags(glibc: str) -> list[str]:
+    """Wheel platform tags that a machine like this one with `glibc` takes, best first."""
+    machine = platform.machine()
+    newest = int(glibc.split(".")[1])
+    older = ("manylinux2014", "manylinux2010", "manylinux1", "linux")
+    return [*(f"manylinux_2_{minor}_{machine}" for minor in range(newest, 4, -1)), *(f"{tag}_{machine}" for tag in older)]
+
+
+def _make_base(base: Base, epoch: int, tar: Path) -> dict[str, str]:
+    """Make the base's tar with mmdebstrap and return the packages in it; the same archive gives the same bytes."""
+    assert base.suite is not None
+    with complete_step(f"Base: Debian {base.suite}") as step, finished_file(tar) as part:
+        sources = run([REPO / "ci/suite.sh", "sources", base.suite]).stdout
+        run(
+            [
+                "mmdebstrap",
+                "--quiet",
+                "--mode=root",
+                "--variant=minbase",
+                "--format=tar",
+                f"--include={','.join(base.packages)}",
+                *(f"--dpkgopt=path-exclude={pattern}" for pattern in _LEFT_OUT),
+                "--dpkgopt=path-include=/usr/share/doc/*/copyright",
+                '--customize-hook=cp "$1/var/lib/dpkg/status" "$STATUS_COPY"',
+                # This machine's own, and runtimes bring theirs.
+                '--customize-hook=rm -f "$1/etc/resolv.conf" "$1/etc/hostname"',
+                # Times and host names in them would make each base another one.
+                '--customize-hook=rm -rf "$1/var/log/apt" "$1"/var/log/*.log "$1/var/cache/ldconfig/aux-cache"',
+                base.suite,
+                part,
+                "-",
+            ],
+            stdin=sources,
+            env={"SOURCE_DATE_EPOCH": str(epoch), "STATUS_COPY": str(tar.with_suffix(".status"))},
+            hint="see that apt-get update works on this machine",
+        )
+        status = tar.with_suffix(".status")
+        packages = dict(_installed(status.read_text()))
+        status.unlink()
+        step.note(f"{len(packages)} packages, {size_text(part.stat().st_size)}")
+        return packages
+
+
+def _installed(dpkg_status: str) -> Iterable[tuple[str, str]]:
+    for paragraph in dpkg_status.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in paragraph.splitlines() if ": " in line and line[0] != " ")
+        if "Package" in fields:
+            yield fields["Package"], fields["Version"]
