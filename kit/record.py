@@ -55,7 +55,9 @@ class SqshSection(Section):
     sha256: Sha256
     size: NonNegativeInt
     source_digest: Digest
-    options: dict[str, str] = Field(description="Compressor, level, block size: what decides the bytes with the digest.")
+    options: dict[str, str] = Field(
+        description="Compressor and such: with the digest, they decide the bytes."
+    )
     tools: dict[str, str] = Field(description="Version of each tool that made it.")
 
 
