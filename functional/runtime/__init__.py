@@ -1,0 +1,1 @@
+"""What a trainer imports: configuration, the managed Dynamo fleet, rollouts, refit."""

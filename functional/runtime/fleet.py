@@ -1,0 +1,353 @@
+"""The managed Dynamo fleet of one run: etcd, NATS JetStream, the frontend, and `dynamo.vllm` workers owned by Ray actors."""
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from functional.runtime.config import GenerationConfig
+from functional.runtime.control import FrontendControl, WorkerControl
+from functional.runtime.errors import ProcessDied, RuntimeFault
+from functional.runtime.paths import Programs
+from functional.runtime.ports import PortRange, is_listening
+from functional.runtime.process import ManagedProcess
+
+SERVED_MODEL = "policy"
+WORKER_EXTENSION = "functional.engine.extension.WorkerExtension"
+TRANSFER_BACKEND = {"cpu": "gloo", "cuda": "nccl_deadline"}
+LOOPBACK_INTERFACE = "lo"
+
+
+@dataclass(frozen=True)
+class FleetSettings:
+    """What every process of the fleet is told. Folders are absolute; `address` is the one every server binds."""
+
+    namespace: str
+    generation: GenerationConfig
+    model_dir: Path
+    run_dir: Path
+    log_dir: Path
+    device: str
+    programs: Programs
+    address: str = "127.0.0.1"
+    share_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerAddress:
+    """Where one worker serves: control URL, and «host:port» of its request plane."""
+
+    index: int
+    control_url: str
+    request_plane: str
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A registered worker: `instance_id` is the one Dynamo's answers name in `nvext.worker_id`."""
+
+    index: int
+    instance_id: int
+    control: WorkerControl
+
+
+class Fleet:
+    """Starts, watches and ends the fleet. `shutdown` may be called at any time, any number of times."""
+
+    def __init__(self, settings: FleetSettings, placements: list[Any], progress: Callable[[str], None]) -> None:
+        """`placements`: one Ray placement group per worker, each reserving its devices."""
+        self.settings = settings
+        self.ports = PortRange(settings.address)
+        self.workers: list[Worker] = []
+        self.phases: dict[str, float] = {}
+        self._placements = placements
+        self._progress = progress
+        self._processes: list[ManagedProcess] = []
+        self._owners: list[Any] = []
+        self._frontend: FrontendControl | None = None
+
+    @property
+    def frontend(self) -> FrontendControl:
+        if self._frontend is None:
+            raise RuntimeFault("the fleet's frontend is not started")
+        return self._frontend
+
+    def start(self) -> None:
+        """Start everything and return when every worker is registered, ready and routed.
+
+        Raises ProcessDied with the first dead process's last lines, or RuntimeFault at `startup_timeout_s`.
+        """
+        began = time.monotonic()
+        deadline = began + self.settings.generation.dynamo_cfg.startup_timeout_s
+        environment = self._start_control_plane(deadline)
+        self.phases["control plane"] = time.monotonic() - began
+        self._owners = [
+            WorkerOwner.options(placement_group=placement).remote(self.settings, environment, index)  # type: ignore[attr-defined]
+            for index, placement in enumerate(self._placements)
+        ]
+        addresses: list[WorkerAddress] = ray.get([owner.start.remote() for owner in self._owners])
+        self.ports.given += [port for address in addresses for port in address.ports]
+        self.phases["workers launched"] = time.monotonic() - began
+        self._wait_until_serving(addresses, began, deadline)
+
+    def _start_control_plane(self, deadline: float) -> dict[str, str]:
+        settings, take = self.settings, self.ports.take
+        client, peer, nats, http = take(), take(), take(), take()
+        etcd_url, host = f"http://{settings.address}:{client}", settings.address
+        base = inherited_environment()
+        self._spawn(
+            "etcd",
+            [
+                str(settings.programs.etcd),
+                f"--data-dir={settings.run_dir / 'etcd'}",
+                f"--listen-client-urls={etcd_url}",
+                f"--advertise-client-urls={etcd_url}",
+                f"--listen-peer-urls=http://{host}:{peer}",
+                f"--initial-advertise-peer-urls=http://{host}:{peer}",
+                f"--initial-cluster=default=http://{host}:{peer}",
+            ],
+            base,
+        )
+        self._spawn(
+            "nats-server",
+            [str(settings.programs.nats_server), "-a", host, "-p", str(nats), "-js", "-sd", str(settings.run_dir / "nats")],
+            base,
+        )
+        environment = base | {
+            "ETCD_ENDPOINTS": etcd_url,
+            "NATS_SERVER": f"nats://{host}:{nats}",
+            "DYN_NAMESPACE": settings.namespace,
+            "DYN_DISCOVERY_BACKEND": "etcd",
+            "DYN_REQUEST_PLANE": "tcp",
+            "DYN_EVENT_PLANE": "nats",
+            "DYN_HEALTH_CHECK_ENABLED": "false",
+            "DYN_ENABLE_EXPERIMENTAL_PARSERS_V2": "1",  # without it the tool parser drops nvext.engine_data
+            "DYN_SYSTEM_HOST": host,
+            "DYN_TCP_RPC_HOST": host,
+            "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK_INTERFACE,  # an interface's name, not an address
+        }
+        self._wait_for_ports("etcd and NATS", [client, nats], deadline)
+        frontend_args = dict(settings.generation.dynamo_cfg.frontend_args)
+        router_mode = str(frontend_args.pop("router_mode", "kv"))
+        command = [str(settings.programs.dynamo_python), "-m", "dynamo.frontend", "--http-host", host]
+        command += ["--http-port", str(http), "--namespace-prefix", settings.namespace, "--router-mode", router_mode]
+        command += ["--discovery-backend", "etcd", "--request-plane", "tcp", "--event-plane", "nats"]
+        command += ["--router-reset-states", *as_flags(frontend_args)]
+        # The frontend gets no DYN_TCP_RPC_PORT: with one it fails to add a discovered model.
+        own = {"DYN_TCP_RESPONSE_STREAM_PORT": str(take()), "DYN_SYSTEM_PORT": str(take())}
+        self._spawn("frontend", command, environment | own)
+        self._frontend = FrontendControl(f"http://{host}:{http}")
+        return environment
+
+    def _spawn(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
+        log = self.settings.log_dir / f"{name}.log"
+        self._processes.append(ManagedProcess(name, command, log, environment))
+
+    def _wait_for_ports(self, what: str, ports: list[int], deadline: float) -> None:
+        while not all(is_listening(port) for port in ports):
+            self.check()
+            if time.monotonic() > deadline:
+                raise RuntimeFault(f"{what} did not listen before dynamo_cfg.startup_timeout_s ran out")
+            time.sleep(0.02)
+
+    def _wait_until_serving(self, addresses: list[WorkerAddress], began: float, deadline: float) -> None:
+        control_timeout = self.settings.generation.dynamo_cfg.control_timeout_s
+        controls = [WorkerControl(a.index, a.control_url, control_timeout) for a in addresses]
+        expected = {address.request_plane for address in addresses}
+        conditions: dict[str, Callable[[], bool]] = {
+            "engines ready": lambda: all(control.is_ready() for control in controls),
+            "generate registered": lambda: set(self.frontend.instances("generate")) == expected,
+            "rl registered": lambda: set(self.frontend.instances("rl")) == expected,
+            "model routed": lambda: self.frontend.has_model(SERVED_MODEL),
+        }
+        for what, holds in conditions.items():
+            while not holds():
+                self.check()
+                if time.monotonic() > deadline:
+                    raise RuntimeFault(
+                        f"fleet start-up: «{what}» did not come within dynamo_cfg.startup_timeout_s="
+                        f"{self.settings.generation.dynamo_cfg.startup_timeout_s:g}; see {self.settings.log_dir}"
+                    )
+                time.sleep(0.1)
+            self.phases[what] = time.monotonic() - began
+            self._progress(f"{what} after {self.phases[what]:.1f} s")
+        ids = self.frontend.instances("generate")
+        self.workers = [
+            Worker(a.index, ids[a.request_plane], control) for a, control in zip(addresses, controls, strict=True)
+        ]
+
+    def check(self) -> None:
+        """Raise ProcessDied for the first process of the fleet that has ended."""
+        for process in self._processes:
+            process.check()
+        if self._owners:
+            try:
+                problems = ray.get([owner.problem.remote() for owner in self._owners], timeout=20)
+            except ray.exceptions.RayError as error:
+                raise ProcessDied(f"a worker's owner is gone: {' '.join(str(error).split())[:300]}") from error
+            for problem in filter(None, problems):
+                raise ProcessDied(problem)
+
+    def check_membership(self) -> None:
+        """Raise RuntimeFault unless exactly the workers of start-up are registered at `generate` and `rl`."""
+        self.check()
+        expected = sorted(worker.instance_id for worker in self.workers)
+        for endpoint in ("generate", "rl"):
+            found = sorted(self.frontend.instances(endpoint).values())
+            if found != expected:
+                raise RuntimeFault(f"fleet membership changed at {endpoint!r}: expected {expected}, found {found}")
+
+    def pids(self) -> dict[str, list[int]]:
+        """Process ids by name, for the run's record and for tests that inject faults."""
+        found = {process.name: process.pids() for process in self._processes}
+        if self._owners:
+            owned = ray.get([owner.pids.remote() for owner in self._owners], timeout=20)
+            found |= {f"worker-{index}": pids for index, pids in enumerate(owned)}
+        return found
+
+    def listening_ports(self) -> list[int]:
+        """Ports given to this fleet's processes."""
+        return sorted(self.ports.given)
+
+    def shutdown(self) -> None:
+        """End workers, then the frontend, NATS and etcd."""
+        for worker in self.workers:
+            worker.control.close()
+        for owner in self._owners:
+            try:
+                ray.get(owner.stop.remote(), timeout=40)
+            except ray.exceptions.RayError:
+                pass  # the owner is gone; its worker's guard ended the worker when the lifeline closed
+            ray.kill(owner)
+        self._owners = []
+        for process in reversed(self._processes):
+            process.stop()
+        self._processes = []
+        if self._frontend is not None:
+            self._frontend.close()
+            self._frontend = None
+
+
+@ray.remote(num_cpus=0, num_gpus=1, max_restarts=0)
+class WorkerOwner:
+    """Owns one `dynamo.vllm` worker on the node and device Ray reserved."""
+
+    def __init__(self, settings: FleetSettings, environment: dict[str, str], index: int) -> None:
+        self.settings = settings
+        self.environment = environment
+        self.index = index
+        self._process: ManagedProcess | None = None
+
+    def start(self) -> WorkerAddress:
+        """Launch the worker and return where it will serve."""
+        settings = self.settings
+        ports = PortRange(settings.address)
+        rpc, stream, system, engine = ports.take(), ports.take(), ports.take(), ports.take(4)
+        environment = self.environment | {
+            "DYN_TCP_RPC_PORT": str(rpc),
+            "DYN_TCP_RESPONSE_STREAM_PORT": str(stream),
+            "DYN_SYSTEM_PORT": str(system),
+            "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": str(settings.generation.dynamo_cfg.control_timeout_s + 15),
+            "VLLM_PORT": str(engine),
+            "VLLM_HOST_IP": settings.address,
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # a quarter of a minute of start-up for kernels an eager engine never runs
+        } | self._device_environment()
+        events = settings.run_dir / f"kv{self.index}"
+        command = worker_command(settings, events)
+        log = settings.log_dir / f"worker-{self.index}.log"
+        self._process = ManagedProcess(f"worker {self.index}", command, log, environment)
+        return WorkerAddress(
+            self.index, f"http://{settings.address}:{system}", f"{settings.address}:{rpc}", tuple(ports.given)
+        )
+
+    def _device_environment(self) -> dict[str, str]:
+        if self.settings.device == "cpu":
+            return {"CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if self.settings.share_gpu:
+            return {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(str(i) for i in ray.get_gpu_ids())}
+
+    def problem(self) -> str | None:
+        """None while the worker runs, else what became of it."""
+        try:
+            if self._process is not None:
+                self._process.check()
+        except ProcessDied as died:
+            return str(died)
+        return None
+
+    def pids(self) -> list[int]:
+        return self._process.pids() if self._process else []
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+
+
+def worker_command(settings: FleetSettings, events: Path) -> list[str]:
+    """The `dynamo.vllm` command line. `events`: path of the socket the engine publishes its cache events on."""
+    vllm = settings.generation.vllm_cfg
+    transfer = {"backend": TRANSFER_BACKEND[settings.device]}
+    # An ipc endpoint is one that vLLM's publisher binds; tcp on a given host it would connect, and nobody would bind.
+    kv_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{events}"}
+    options = {
+        "model": settings.model_dir,
+        "served-model-name": SERVED_MODEL,
+        "namespace": settings.namespace,
+        "discovery-backend": "etcd",
+        "request-plane": "tcp",
+        "event-plane": "nats",
+        "endpoint-types": "chat,completions",
+        "weight-transfer-config": json.dumps(transfer),
+        "worker-extension-cls": WORKER_EXTENSION,
+        "kv-events-config": json.dumps(kv_events),
+        "dtype": vllm.precision,
+        "kv-cache-dtype": vllm.kv_cache_dtype,
+        "max-model-len": vllm.max_model_len,
+        "max-num-seqs": vllm.max_num_seqs,
+        "block-size": vllm.block_size,
+        "load-format": vllm.load_format,
+        "tensor-parallel-size": vllm.tensor_parallel_size,
+        "pipeline-parallel-size": vllm.pipeline_parallel_size,
+    }
+    if settings.device == "cuda":
+        options["gpu-memory-utilization"] = vllm.gpu_memory_utilization
+    command = [str(settings.programs.dynamo_python), "-m", "dynamo.vllm", "--enable-rl"]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    if vllm.enforce_eager:
+        command.append("--enforce-eager")
+    return command + as_flags(settings.generation.vllm_kwargs) + as_flags(settings.generation.dynamo_cfg.worker_args)
+
+
+def as_flags(options: Mapping[str, Any]) -> list[str]:
+    """`{"router_temperature": 0.5, "x": true}` → `["--router-temperature", "0.5", "--x"]`; false gives `--no-x`."""
+    flags: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return flags
+
+
+def inherited_environment() -> dict[str, str]:
+    """This process's environment for Dynamo's programs: without Ray's variables and the trainer's PYTHONPATH."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHON", "DYN_"))}
+    if path := os.environ.get("DYNAMO_PYTHONPATH"):
+        kept["PYTHONPATH"] = path
+    return kept | {"PYTHONUNBUFFERED": "1"}
+
+
+def new_namespace() -> str:
+    """A Dynamo namespace no other run has."""
+    return f"rl{uuid.uuid4().hex[:10]}"

@@ -1,0 +1,232 @@
+"""Token-ID completions through the Dynamo frontend, each validated, and the gate that keeps updates and rollouts apart.
+
+Request and answer follow Dynamo 1.3.0.post1: `POST /v1/completions` with token IDs, `nvext.extra_fields`, and the
+answer's `nvext.engine_data`. `x-dynamo-request-id` (a UUID) sets the request's ID; the answer's `id` is `cmpl-<uuid>`.
+"""
+
+import asyncio
+import math
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from functional.runtime.errors import RolloutError
+from functional.runtime.fleet import SERVED_MODEL
+
+EXTRA_FIELDS = ["completion_token_ids", "engine_data", "worker_id", "timing"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are sampled. `temperature` > 0; log-probs are those of the processed distribution."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion. `problem` names the first rule it breaks, None when it may be trained on.
+
+    token_ids and logprobs: one entry a generated token; logprobs in nats. Times in seconds since the epoch.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    instance_id: int | None
+    cached_tokens: int
+    kv_hit_rate: float | None
+    sent_at: float
+    answered_at: float
+    problem: str | None
+    timing: dict[str, Any] = field(default_factory=dict)
+
+
+class AdmissionGate:
+    """Lets rollouts in while open; `close_and_drain` shuts it and waits until none is under way.
+
+    Thread-safe; a refit closes it from another thread than the one that generates.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._open = True
+        self._inside = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def enter(self) -> None:
+        """Count one rollout in. Raises RolloutError while the gate is shut."""
+        with self._condition:
+            if not self._open:
+                raise RolloutError("rollout refused: admission is shut (an update is under way or has failed)")
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._condition:
+            self._inside -= 1
+            self._condition.notify_all()
+
+    def close_and_drain(self, timeout_s: float) -> None:
+        """Shut the gate and wait for the rollouts inside. Raises RolloutError at the deadline; the gate stays shut."""
+        with self._condition:
+            self._open = False
+            if not self._condition.wait_for(lambda: self._inside == 0, timeout_s):
+                raise RolloutError(f"{self._inside} rollouts still under way {timeout_s:g} s after admission was shut")
+
+    def reopen(self) -> None:
+        with self._condition:
+            self._open = True
+
+
+class RolloutClient:
+    """Sends token-ID prompts to the frontend. One instance may be used from one event loop at a time."""
+
+    def __init__(
+        self, url: str, gate: AdmissionGate, vocab_size: int, max_model_len: int, timeout_s: float, concurrency: int = 64
+    ) -> None:
+        self._url = url
+        self._gate = gate
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._timeout_s = timeout_s
+        self._concurrency = concurrency
+
+    async def complete_all(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+        """One completion per prompt, in order. Raises RolloutError on the first request that cannot be answered."""
+        limit = asyncio.Semaphore(self._concurrency)
+        async with self._http() as http:
+
+            async def one(prompt: Sequence[int]) -> Completion:
+                async with limit:
+                    self._gate.enter()
+                    try:
+                        return await self._complete(http, prompt, sampling, None)
+                    finally:
+                        self._gate.leave()
+
+            return list(await asyncio.gather(*map(one, prompts)))
+
+    async def complete_on(self, instance_id: int, prompt: Sequence[int], sampling: Sampling) -> Completion:
+        """One completion by the named worker, past the gate: for probes while rollouts are shut out."""
+        async with self._http() as http:
+            return await self._complete(http, prompt, sampling, instance_id)
+
+    def _http(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=self._concurrency)
+        return httpx.AsyncClient(base_url=self._url, timeout=self._timeout_s, limits=limits, trust_env=False)
+
+    async def _complete(
+        self, http: httpx.AsyncClient, prompt: Sequence[int], sampling: Sampling, instance_id: int | None
+    ) -> Completion:
+        self._refuse_unsendable(prompt, sampling)
+        request_id = str(uuid.uuid4())
+        nvext: dict[str, Any] = {"extra_fields": EXTRA_FIELDS}
+        if instance_id is not None:
+            nvext["backend_instance_id"] = instance_id
+        body: dict[str, Any] = {
+            "model": SERVED_MODEL,
+            "prompt": list(prompt),
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "logprobs": 0,
+            "n": 1,
+            "nvext": nvext,
+        }
+        if sampling.stop_token_ids:
+            body["stop_token_ids"] = list(sampling.stop_token_ids)
+        sent_at = time.time()
+        try:
+            response = await http.post("/v1/completions", json=body, headers={"x-dynamo-request-id": request_id})
+        except httpx.HTTPError as error:
+            reason = str(error) or f"no answer within {self._timeout_s:g} s"
+            raise RolloutError(f"request {request_id}: {type(error).__name__}: {reason}") from error
+        if response.status_code != 200:
+            text = " ".join(response.text.split())[:300]
+            raise RolloutError(f"request {request_id}: the frontend answered {response.status_code}: {text}")
+        return read_completion(response.json(), request_id, tuple(prompt), sampling, sent_at)
+
+    def _refuse_unsendable(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Refuse what Dynamo would answer with a 500 or cut silently."""
+        if not prompt:
+            raise RolloutError("prompt is empty: nothing to complete")
+        for token in prompt:
+            if not 0 <= token < self._vocab_size:
+                raise RolloutError(f"prompt holds token ID {token}, outside the vocabulary of {self._vocab_size}")
+        if len(prompt) + sampling.max_tokens > self._max_model_len:
+            raise RolloutError(
+                f"prompt of {len(prompt)} tokens plus max_tokens {sampling.max_tokens} exceeds the context of "
+                f"{self._max_model_len} (policy.generation.vllm_cfg.max_model_len)"
+            )
+
+
+def read_completion(
+    answer: dict[str, Any], request_id: str, prompt: tuple[int, ...], sampling: Sampling, sent_at: float
+) -> Completion:
+    """Turn Dynamo's answer into a Completion, with `problem` set to the first rule it breaks."""
+    nvext = answer.get("nvext") or {}
+    engine = nvext.get("engine_data") or {}
+    choices = answer.get("choices") or [{}]
+    listed = (choices[0].get("logprobs") or {}).get("token_logprobs")
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    timing = nvext.get("timing") or {}
+    completion = Completion(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        token_ids=tuple(nvext.get("completion_token_ids") or ()),
+        logprobs=tuple(engine.get("completion_logprobs") or ()),
+        instance_id=(nvext.get("worker_id") or {}).get("decode_worker_id"),
+        cached_tokens=int(details.get("cached_tokens") or 0),
+        kv_hit_rate=timing.get("kv_hit_rate"),
+        sent_at=sent_at,
+        answered_at=time.time(),
+        problem=None,
+        timing=timing,
+    )
+    problem = find_problem(completion, answer.get("id"), engine, listed, len(choices), sampling.max_tokens)
+    return completion if problem is None else Completion(**(vars(completion) | {"problem": problem}))
+
+
+def find_problem(
+    completion: Completion, answer_id: Any, engine: dict[str, Any], listed: Any, num_choices: int, max_tokens: int
+) -> str | None:
+    """The first rule the completion breaks, or None.
+
+    engine: `nvext.engine_data`; listed: `choices[0].logprobs.token_logprobs`, Dynamo's second copy of the log-probs.
+    """
+    ids, logprobs = completion.token_ids, completion.logprobs
+    if answer_id != f"cmpl-{completion.request_id}":
+        return f"answer is for another request: {answer_id!r}, sent {completion.request_id}"
+    if num_choices != 1:
+        return f"{num_choices} choices in the answer, expected 1"
+    if not ids:
+        return "no completion token IDs in the answer"
+    if tuple(engine.get("completion_token_ids") or ()) != ids:
+        return "nvext.completion_token_ids and engine_data.completion_token_ids differ"
+    if not logprobs:
+        return "no completion log-probs in the answer"
+    if len(logprobs) != len(ids):
+        return f"{len(logprobs)} log-probs for {len(ids)} token IDs"
+    if not all(isinstance(value, float) and math.isfinite(value) and value <= 1e-6 for value in logprobs):
+        return "a log-prob is missing, not finite or above zero"
+    if not isinstance(listed, list) or len(listed) != len(ids):
+        return "choices[0].logprobs does not hold one log-prob per token"
+    if any(abs(a - b) > 1e-4 for a, b in zip(listed, logprobs, strict=True)):
+        return "choices[0].logprobs and engine_data.completion_logprobs differ"
+    if tuple(engine.get("prompt_token_ids") or ()) != completion.prompt_token_ids:
+        return "the engine completed another prompt than the one sent"
+    if len(ids) > max_tokens:
+        return f"{len(ids)} tokens generated, {max_tokens} allowed"
+    if completion.instance_id is None:
+        return "the answer does not name the worker that served it"
+    return None

@@ -1,0 +1,1 @@
+"""The proof: a small GRPO trainer, its driver loop, the checks and their report."""
