@@ -6,7 +6,7 @@ export PROFILE NAME IMAGE REGISTRY KEEP
 
 BUILD = .venv/bin/python build.py
 
-.PHONY: env lock fetch image push clean distclean
+.PHONY: env lock fetch image push sqsh functional verify clean distclean
 
 env: .venv/.installed
 
@@ -24,3 +24,12 @@ image: env
 
 push: env
 	@$(BUILD) push $(IMAGE)
+
+sqsh: env
+	@$(BUILD) sqsh
+
+functional: env
+	@$(BUILD) functional $(RECIPE) $(SET)
+
+verify: env
+	@$(BUILD) verify

@@ -104,6 +104,77 @@ def push(
     _answer(push_image(name, target).model_dump_json(indent=2), json)
 
 
+@app.command()
+def sqsh(
+    source: Annotated[str, typer.Argument(help="OCI layout or registry/repository@digest; the release's own.")] = "",
+    name: Name = "cpu",
+    json: Json = False,
+) -> None:
+    """Turn the image into dist/NAME/NAME.sqsh, for enroot, pyxis and `./build.py run`.
+
+    Examples: ./build.py sqsh
+              ./build.py sqsh --name smoke registry.example.com/nemo-rl@sha256:…
+    """
+    from kit.sqsh import make_sqsh
+
+    _answer(make_sqsh(name, source).model_dump_json(indent=2), json)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str] | None, typer.Argument(help="What to run; the image's own if nothing.")] = None,
+    sqsh: Annotated[Path | None, typer.Option(help="The squashfs; dist/NAME/NAME.sqsh if none.")] = None,
+    name: Name = "cpu",
+    mount: Annotated[list[str] | None, typer.Option(help="SRC:DST[:ro], as often as needed.")] = None,
+    env: Annotated[list[str] | None, typer.Option(help="NAME=value, or NAME to hand ours on.")] = None,
+    network: Annotated[str, typer.Option(help="host, or none for a loopback of its own.")] = "host",
+    engine: Annotated[str, typer.Option(help="enroot, own, or auto: enroot where it is installed.")] = "auto",
+) -> None:
+    """Run a command inside a squashfs, as root, with the image's environment and entry point.
+
+    Nothing it changes is kept. The exit status is the command's, 128 + N if signal N ended it.
+
+    Examples: ./build.py run -- python -c 'import torch'
+              ./build.py run --mount "$PWD/results:/results" --env HF_TOKEN --network none -- bash
+    """
+    from kit.layout import release
+    from kit.run import make_container, run_container
+
+    container = make_container(sqsh or release(name).sqsh, command or [], mount or [], env or [], network)
+    raise typer.Exit(run_container(container, engine))
+
+
+@app.command()
+def functional(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]…", help="In the image.")] = None,
+    name: Name = "",
+    engine: Annotated[str, typer.Option(help="enroot, own, or auto: enroot where it is installed.")] = "auto",
+) -> None:
+    """Run the suite in a release's squashfs (the newest one's, if no name is given) and record what it proved.
+
+    Examples: ./build.py functional
+              ./build.py functional --name cpu recipes/grpo_cpu.yaml grpo.seed=7
+    """
+    from kit.functional import newest_release, run_functional
+
+    recipes = [word for word in words or [] if "=" not in word]
+    overrides = [word for word in words or [] if "=" in word]
+    raise typer.Exit(run_functional(name or newest_release(), recipes, overrides, engine))
+
+
+@app.command()
+def verify(name: Annotated[str, typer.Argument(envvar="NAME")] = "cpu", json: Json = False) -> None:
+    """Hold every section of a release's record against the artifact it speaks of: exit status 0 or 1.
+
+    Example: ./build.py verify cpu
+    """
+    from kit.verify import report_findings, verify_release
+
+    findings = verify_release(name)
+    _answer(findings.model_dump_json(indent=2), json)
+    raise typer.Exit(report_findings(findings))
+
+
 def _answer(text: str, json: bool) -> None:
     if json:
         print(text)

@@ -1,0 +1,258 @@
+"""The first process of a container: makes its file system, starts the command, reaps, and passes its exit status on.
+
+Runs as a program of its own in fresh mount, PID, IPC and UTS namespaces (see kit/run.py), on the standard library
+alone. Every mount lies in the private mount namespace, and this process ends as soon as the pipe from the runner
+closes, so the kernel undoes everything, however the runner ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn, TypedDict
+
+# From <sys/mount.h> and <linux/sockios.h>.
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC = 1, 2, 4, 8, 32, 4096, 16384
+MNT_DETACH = 2
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
+
+SETUP_FAILED = 125
+DEVICES = re.compile(r"null|zero|full|random|urandom|tty|fuse|nvidia.*|gdrdrv|infiniband")
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+ISOLATED_HOSTNAME = "container"
+
+
+class Mount(TypedDict):
+    source: str
+    target: str
+    read_only: bool
+
+
+class Spec(TypedDict):
+    """What the runner asks for; JSON in an inherited file."""
+
+    squashfs: str
+    base: str  # a folder to mount on; what it holds on the host is not touched
+    mounts: list[Mount]
+    env: dict[str, str]
+    command: list[str]
+    host_network: bool  # else a loopback of its own and nothing more
+    interactive: bool  # the command gets the terminal
+
+
+def main() -> NoReturn:
+    spec_file, control, report = (int(word) for word in sys.argv[1:])
+    for handle in (spec_file, control, report):
+        os.set_inheritable(handle, False)
+    try:
+        spec: Spec = json.loads(os.pread(spec_file, os.fstat(spec_file).st_size, 0))
+        if not spec["host_network"]:
+            raise_loopback()
+        enter_root(spec)
+        child = start_command(spec)
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        os.write(report, reason(error).encode())
+        os._exit(SETUP_FAILED)
+    threading.Thread(target=pass_signals_on, args=(control, child), daemon=True).start()
+    os._exit(reap_until_end(child, keep_running=spec["interactive"]))
+
+
+def enter_root(spec: Spec) -> None:
+    """Mount the squashfs under an overlay in memory and make that the root; the host's tree is out of reach then."""
+    mount("tmpfs", spec["base"], "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
+    os.chdir(spec["base"])
+    for folder in ("lower", "upper", "work", "root"):
+        Path(folder).mkdir()
+    # mount(8) finds a free loop device and has it vanish with its last user.
+    loop = ["mount", "-t", "squashfs", "-o", "loop,ro,nodev", spec["squashfs"], "lower"]
+    subprocess.run(loop, check=True, capture_output=True, text=True)
+    mount("overlay", "root", "overlay", MS_NODEV, "lowerdir=lower,upperdir=upper,workdir=work")
+
+    with held_paths() as host:
+        devices = sorted(str(path) for path in Path("/dev").iterdir() if DEVICES.fullmatch(path.name))
+        binds = [Mount(source=device, target=device, read_only=False) for device in devices]
+        if spec["interactive"]:
+            binds.append(Mount(source="/proc/self/fd/0", target="/dev/console", read_only=False))
+        if spec["host_network"]:
+            binds.append(Mount(source="/sys", target="/sys", read_only=True))
+        if Path("/sys/fs/cgroup").is_dir():
+            binds.append(Mount(source="/sys/fs/cgroup", target="/sys/fs/cgroup", read_only=False))
+        binds += spec["mounts"]
+        opened = [(host(bind["source"]), bind) for bind in binds]
+        texts = network_files(host_network=spec["host_network"])
+
+        os.chdir("root")
+        call("syscall", PIVOT_ROOT[os.uname().machine], b".", b".")
+        # The host's root now lies on top of ours: out of sight for paths, but its mounts can still be bound.
+        make_system_mounts(fresh_sys=not spec["host_network"])
+        for source, bind in opened:
+            bind_mount(source, bind["target"], read_only=bind["read_only"])
+        for path, text in texts.items():
+            write_file(path, text)
+    call("umount2", b".", MNT_DETACH)
+    os.chdir("/")
+
+
+def make_system_mounts(*, fresh_sys: bool) -> None:
+    Path("/tmp").mkdir(mode=0o1777, exist_ok=True)
+    system = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    mount("proc", "/proc", "proc", system)
+    if fresh_sys:  # the host's would show network devices that are not here
+        mount("sysfs", "/sys", "sysfs", system | MS_RDONLY)
+    mount("tmpfs", "/dev", "tmpfs", MS_NOSUID, "mode=755,size=1m")
+    mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620,gid=5")
+    mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")
+    mount("mqueue", "/dev/mqueue", "mqueue", system)
+    links = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
+    for name, target in links.items():
+        Path("/dev", name).symlink_to(target)
+
+
+@contextmanager
+def held_paths() -> Iterator[Callable[[str], int]]:
+    """Opens host paths, to be bound once the root is another; closes them at the end, as they pin the host's mounts."""
+    handles: list[int] = []
+
+    def hold(path: str) -> int:
+        handles.append(os.open(path, os.O_PATH))
+        return handles[-1]
+
+    try:
+        yield hold
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def bind_mount(source: int, target: str, *, read_only: bool) -> None:
+    place = Path(target)
+    if Path(f"/proc/self/fd/{source}").is_dir():
+        place.mkdir(parents=True, exist_ok=True)
+    elif not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+    # A read-only flag holds for one mount alone, so what is mounted below a read-only source stays out.
+    mount(f"/proc/self/fd/{source}", target, "", MS_BIND | (0 if read_only else MS_REC))
+    if read_only:
+        mount("", target, "", MS_REMOUNT | MS_BIND | MS_RDONLY)
+
+
+def network_files(*, host_network: bool) -> dict[str, str]:
+    if host_network:
+        return {path: Path(path).read_text() for path in ("/etc/hosts", "/etc/resolv.conf") if Path(path).exists()}
+    socket.sethostname(ISOLATED_HOSTNAME)
+    return {"/etc/hosts": f"127.0.0.1 localhost {ISOLATED_HOSTNAME}\n::1 localhost\n"}
+
+
+def write_file(path: str, text: str) -> None:
+    place = Path(path)
+    place.unlink(missing_ok=True)  # in many images a link to a file that is not there
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(text)
+
+
+def raise_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("16sh14x", b"lo", 0)
+        flags = struct.unpack_from("h", fcntl.ioctl(probe, SIOCGIFFLAGS, request), 16)[0]
+        fcntl.ioctl(probe, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | IFF_UP))
+
+
+def start_command(spec: Spec) -> int:
+    """Start `/etc/rc` with the command, as enroot does, or the command itself in an image without one."""
+    start = ["/bin/sh", "/etc/rc"] if Path("/etc/rc").exists() else []
+    words = [*start, *spec["command"]] or ["/bin/sh"]
+    env = {"PATH": DEFAULT_PATH, "HOME": "/root", **image_environment(Path("/etc/environment")), **spec["env"]}
+    # A caller may have been started in the background, where shells have these two ignored.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    if spec["interactive"]:
+        return subprocess.Popen(words, env=env, process_group=0, preexec_fn=take_terminal).pid
+    return subprocess.Popen(words, env=env, start_new_session=True).pid
+
+
+def take_terminal() -> None:
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    os.tcsetpgrp(0, os.getpgrp())
+    signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+
+
+def image_environment(path: Path) -> dict[str, str]:
+    """`/etc/environment` as enroot reads it: raw lines, `${NAME}` taken from the caller, one pair of quotes removed."""
+    variables: dict[str, str] = {}
+    text = path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""
+    for line in text.split("\n"):
+        filled = re.sub(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", lambda found: os.environ.get(found[1], ""), line.lstrip())
+        if found := re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", filled, re.DOTALL):
+            value = re.fullmatch(r"[\"'](.*)[\"']\s*", found[2], re.DOTALL)
+            variables[found[1]] = value[1] if value else found[2]
+    return variables
+
+
+def pass_signals_on(control: int, child: int) -> None:
+    """Each line of `control` is a signal for the command; the end of the file means that the runner is gone."""
+    with os.fdopen(control) as lines:
+        for line in lines:
+            number = int(line)
+            try:
+                # What a terminal would send reaches the whole group, as from a terminal.
+                if number in (signal.SIGINT, signal.SIGQUIT):
+                    os.killpg(child, number)
+                else:
+                    os.kill(child, number)
+            except ProcessLookupError:
+                pass
+    os._exit(128 + signal.SIGKILL)
+
+
+def reap_until_end(child: int, *, keep_running: bool) -> int:
+    """Exit status of the command, 128 + N if signal N ended it. All else that ends is an orphan and only reaped."""
+    while True:
+        pid, status = os.waitpid(-1, os.WUNTRACED if keep_running else 0)
+        if pid != child:
+            continue
+        if os.WIFSTOPPED(status):  # nobody out there could wake what Ctrl-Z stops in here
+            os.killpg(child, signal.SIGCONT)
+            continue
+        return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"{error.cmd[0]}: {error.stderr.strip()}"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.strerror}: {error.filename}"
+    return str(error)
+
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    if kind:  # what is new needs a place; a bind has made its own
+        Path(target).mkdir(parents=True, exist_ok=True)
+    call("mount", source.encode(), os.fsencode(target), kind.encode(), flags, data.encode(), about=target)
+
+
+def call(name: str, *arguments: bytes | int, about: str = "") -> None:
+    words = [ctypes.c_ulong(word) if isinstance(word, int) else word for word in arguments]
+    if getattr(libc, name)(*words) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name} failed, {os.strerror(number)}", about or None)
+
+
+if __name__ == "__main__":
+    main()

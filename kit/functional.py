@@ -1,0 +1,138 @@
+"""Run the functional suite inside a release's squashfs, with no network, and record what it proved."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kit.errors import CHECK_FAILED, KitError, UsageError
+from kit.files import sha256_of
+from kit.layout import REPO, Release, only_run, release
+from kit.record import FunctionalSection, Record, add_section, read_record
+from kit.run import Container, check_squashfs, run_container
+from kit.steps import say
+
+COMMAND = ("uv", "run", "bash", "tests/functional/grpo_dynamo.sh")
+RESULTS = "/results"  # in the container
+STOP_WITHIN_S = 60.0
+WORK_PREFIX = ".functional-"
+
+
+@dataclass(frozen=True)
+class Counts:
+    passed: int
+    failed: int
+    skipped: int
+
+
+def run_functional(name: str, recipes: Sequence[str] = (), overrides: Sequence[str] = (), engine: str = "auto") -> int:
+    """Run the suite in `dist/<name>/<name>.sqsh`; its files go to `dist/<name>/functional`. The answer is its status.
+
+    A run that reached its report replaces the earlier one, passed or not. One that did not is kept apart in
+    `functional.incomplete`, and the earlier report and its section stay.
+    """
+    if len(recipes) > 1:
+        raise UsageError(f"two recipes: {' and '.join(recipes)}", "name one; settings are written key=value")
+    made = release(name)
+    with only_run(f"functional-{name}"):
+        record = _checked_release(made)
+        for left in made.folder.glob(f"{WORK_PREFIX}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        results = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=made.folder))
+        try:
+            say(f"running the suite in {made.sqsh.name}; its log goes to {made.functional}/logs at the end")
+            status = run_container(_container(made, results, recipes, overrides), engine)
+            if not _has_report(results):
+                _move(results, _incomplete(made))
+                say(f"the suite ended with status {status} before its report; what it wrote is in {_incomplete(made)}")
+                return status or CHECK_FAILED
+            section = _section(record, results, made, status)
+            _move(results, made.functional)
+            add_section(made.record, section, replace=True)
+        finally:
+            shutil.rmtree(results, ignore_errors=True)
+        say(f"suite {section.status}: {section.passed} passed, {section.failed} failed, {section.skipped} skipped")
+        return status
+
+
+def newest_release() -> str:
+    """The name of the release whose squashfs was made last."""
+    records = (REPO / "dist").glob("*/record.json")
+    made = [file for file in (Release(record.parent.name).sqsh for record in records) if file.exists()]
+    if not made:
+        raise UsageError("there is no release with a squashfs in dist", "make one: make image sqsh")
+    return max(made, key=lambda file: file.stat().st_mtime).parent.name
+
+
+def count_results(junit: Path) -> Counts:
+    """What a JUnit XML file counts, over all its suites."""
+    try:
+        cases = list(ElementTree.parse(junit).iter("testcase"))
+    except ElementTree.ParseError as error:
+        raise KitError(f"{junit} is no JUnit XML ({error})", "see the suite's log beside it") from None
+    failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return Counts(len(cases) - failed - skipped, failed, skipped)
+
+
+def _checked_release(made: Release) -> Record:
+    """The record, once the squashfs is seen to be the one it names."""
+    check_squashfs(made.sqsh)
+    record = read_record(made.record)
+    if record.sqsh is None or record.sqsh.sha256 != sha256_of(made.sqsh):
+        raise KitError(
+            f"{made.sqsh} is not the squashfs in {made.record}", f"make it again: make sqsh NAME={made.name}"
+        )
+    return record
+
+
+def _container(made: Release, results: Path, recipes: Sequence[str], overrides: Sequence[str]) -> Container:
+    return Container(
+        squashfs=made.sqsh,
+        command=[*COMMAND, *overrides],
+        mounts=[{"source": str(results), "target": RESULTS, "read_only": False}],
+        env={"FUNCTIONAL_OUT": RESULTS, **({"RECIPE": recipes[0]} if recipes else {})},
+        host_network=False,
+        terminal=False,
+        stop_within_s=STOP_WITHIN_S,
+    )
+
+
+def _has_report(results: Path) -> bool:
+    return (results / "report.json").is_file() and (results / "junit.xml").is_file()
+
+
+def _section(record: Record, results: Path, made: Release, status: int) -> FunctionalSection:
+    assert record.sqsh is not None
+    counts = count_results(results / "junit.xml")
+    outcome: Literal["passed", "failed", "error"] = "passed" if status == 0 else "failed" if status == 1 else "error"
+    return FunctionalSection(
+        path=f"{made.functional.name}/report.json",
+        sha256=sha256_of(results / "report.json"),
+        status=outcome,
+        image_digest=record.sqsh.source_digest,
+        sqsh_sha256=record.sqsh.sha256,
+        passed=counts.passed,
+        failed=counts.failed,
+        skipped=counts.skipped,
+    )
+
+
+def _incomplete(made: Release) -> Path:
+    return made.functional.with_name(f"{made.functional.name}.incomplete")
+
+
+def _move(results: Path, place: Path) -> None:
+    """Put the folder where an earlier one may lie; there is no moment at which a half one does."""
+    earlier = place.with_name(f".{place.name}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
+    if place.exists():
+        place.rename(earlier)
+    results.chmod(0o755)
+    results.rename(place)
+    shutil.rmtree(earlier, ignore_errors=True)
