@@ -112,6 +112,7 @@ def sqsh(
 ) -> None:
     """Turn the image into dist/NAME/NAME.sqsh, for enroot, pyxis and `./build.py run`.
 
+    \b
     Examples: ./build.py sqsh
               ./build.py sqsh --name smoke registry.example.com/nemo-rl@sha256:…
     """
@@ -134,6 +135,7 @@ def run(
 
     Nothing it changes is kept. The exit status is the command's, 128 + N if signal N ended it.
 
+    \b
     Examples: ./build.py run -- python -c 'import torch'
               ./build.py run --mount "$PWD/results:/results" --env HF_TOKEN --network none -- bash
     """
@@ -152,6 +154,7 @@ def functional(
 ) -> None:
     """Run the suite in a release's squashfs (the newest one's, if no name is given) and record what it proved.
 
+    \b
     Examples: ./build.py functional
               ./build.py functional --name cpu recipes/grpo_cpu.yaml grpo.seed=7
     """
@@ -166,6 +169,7 @@ def functional(
 def verify(name: Annotated[str, typer.Argument(envvar="NAME")] = "cpu", json: Json = False) -> None:
     """Hold every section of a release's record against the artifact it speaks of: exit status 0 or 1.
 
+    \b
     Example: ./build.py verify cpu
     """
     from kit.verify import report_findings, verify_release

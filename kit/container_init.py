@@ -30,6 +30,8 @@ PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
 SETUP_FAILED = 125
+VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+REFERENCE = rf"\$\{{({VARIABLE})\}}"  # what enroot replaces by the caller's variable
 DEVICES = re.compile(r"null|zero|full|random|urandom|tty|fuse|nvidia.*|gdrdrv|infiniband")
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ISOLATED_HOSTNAME = "container"
@@ -195,8 +197,8 @@ def image_environment(path: Path) -> dict[str, str]:
     variables: dict[str, str] = {}
     text = path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""
     for line in text.split("\n"):
-        filled = re.sub(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", lambda found: os.environ.get(found[1], ""), line.lstrip())
-        if found := re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", filled, re.DOTALL):
+        filled = re.sub(REFERENCE, lambda found: os.environ.get(found[1], ""), line.lstrip())
+        if found := re.fullmatch(rf"({VARIABLE})=(.*)", filled, re.DOTALL):
             value = re.fullmatch(r"[\"'](.*)[\"']\s*", found[2], re.DOTALL)
             variables[found[1]] = value[1] if value else found[2]
     return variables

@@ -15,16 +15,13 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from kit.container_init import REFERENCE, VARIABLE
 from kit.errors import KitError
 
 RC = "etc/rc"
 RC_LOCAL = "etc/rc.local"
 ENVIRONMENT = "etc/environment"
 FSTAB = "etc/fstab"
-
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# What enroot replaces by the caller's variables when it reads /etc/environment and /etc/fstab.
-REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 
 
 def _no_nul(text: str) -> str:
@@ -117,9 +114,9 @@ def _environment(entries: tuple[str, ...]) -> tuple[str, str, list[str]]:
     warnings: list[str] = []
     for entry in entries:
         name, equals, value = entry.partition("=")
-        if not equals or not VARIABLE.fullmatch(name) or name.startswith("ENROOT_"):
+        if not equals or not re.fullmatch(VARIABLE, name) or name.startswith("ENROOT_"):
             warnings.append(f"the variable {name!r} is left out: enroot accepts no such name")
-        elif "\n" in value or REFERENCE.search(value):
+        elif "\n" in value or re.search(REFERENCE, value):
             exports.append(f'[ -n "${{{name}+set}}" ] || export {name}={quoted(value)}\n')
         else:
             lines.append(f'{name}="{value}"\n' if _loses_quotes(value) else f"{name}={value}\n")
@@ -137,7 +134,7 @@ def _volumes(volumes: dict[str, Any]) -> tuple[str, list[str]]:
     warnings: list[str] = []
     for volume in sorted(volumes):
         path = str(PurePosixPath("/") / volume)
-        if ".." in PurePosixPath(path).parts or REFERENCE.search(path):
+        if ".." in PurePosixPath(path).parts or re.search(REFERENCE, path):
             warnings.append(f"the volume {volume!r} is left out: it is no plain path")
             continue
         field = "".join(f"\\{ord(char):03o}" if char in " \t\n\\" else char for char in path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,8 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from kit.container_init import SETUP_FAILED, Mount, Spec
-from kit.enroot_files import VARIABLE
+from kit.container_init import SETUP_FAILED, VARIABLE, Mount, Spec
 from kit.errors import KitError, UsageError
 from kit.layout import state_dir
 
@@ -82,7 +82,7 @@ def parse_env(texts: Sequence[str]) -> dict[str, str]:
     variables: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not VARIABLE.fullmatch(name):
+        if not re.fullmatch(VARIABLE, name):
             raise UsageError(f"'{text}' sets no variable", "write NAME=value")
         if equals or name in os.environ:
             variables[name] = value if equals else os.environ[name]
