@@ -14,6 +14,7 @@ yes=${CI:-}
 
 # program or file → Debian package that brings it
 needs=(
+  "/bin/busybox busybox-static"
   "curl curl"
   "git git"
   "make make"

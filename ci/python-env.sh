@@ -37,5 +37,5 @@ uv=$(find_uv "$python")
 if [ ! -x .venv/bin/python ]; then
   "$uv" venv --quiet --python "$python" .venv
 fi
-"$uv" pip sync --quiet --python .venv/bin/python --require-hashes lockfiles/kit.txt
+"$uv" pip sync --quiet --compile-bytecode --python .venv/bin/python --require-hashes lockfiles/kit.txt
 touch .venv/.installed
