@@ -1,0 +1,181 @@
+"""GRPO's arithmetic as pure functions: advantages, the clipped loss, and how far two sets of log-probs lie apart.
+
+Shapes: P prompts, G generations a prompt, B = P*G samples (a prompt's generations lie side by side), T completion
+tokens (padded right). Log-probs are natural logarithms of the sampled tokens' probabilities; where the mask is false
+their value is never read. Names follow NeMo RL's recipe keys `loss_fn.*` and `grpo.*`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """`loss_fn.*`: the ratio is clipped to [1 - ratio_clip_min, 1 + ratio_clip_max].
+
+    truncated_importance_sampling_ratio: cap of the weight exp(old - generation); None leaves it uncapped.
+    token_level_loss: mean over all tokens of the batch; otherwise mean over samples of each sample's mean.
+    """
+
+    ratio_clip_min: float = 0.2
+    ratio_clip_max: float = 0.2
+    reference_policy_kl_penalty: float = 0.0
+    use_importance_sampling_correction: bool = True
+    truncated_importance_sampling_ratio: float | None = 2.0
+    token_level_loss: bool = True
+
+    def __post_init__(self) -> None:
+        cap = self.truncated_importance_sampling_ratio
+        if self.ratio_clip_min < 0 or self.ratio_clip_max < 0 or self.reference_policy_kl_penalty < 0:
+            raise ValueError("loss_fn: ratio_clip_min, ratio_clip_max and reference_policy_kl_penalty must be >= 0")
+        if cap is not None and cap <= 0:
+            raise ValueError(f"loss_fn.truncated_importance_sampling_ratio must be > 0 or null, not {cap}")
+        if cap is not None and not self.use_importance_sampling_correction:
+            raise ValueError(
+                "loss_fn.truncated_importance_sampling_ratio has no effect: "
+                "set use_importance_sampling_correction to true, or the ratio to null"
+            )
+
+
+def advantages(
+    rewards: Tensor, normalize_rewards: bool = True, use_leave_one_out_baseline: bool = False, eps: float = 1e-6
+) -> Tensor:
+    """Each reward less its group's baseline, divided by the group's standard deviation if normalised.
+
+    rewards [P, G] -> [P, G] float32. The baseline is the group's mean, or the mean of the other generations
+    (leave-one-out). The deviation is the unbiased one of the same generations; a group without any is not divided.
+    A group of one has no baseline and gets zero.
+    """
+    if rewards.ndim != 2:
+        raise ValueError(f"rewards must have shape [prompts, generations], not {list(rewards.shape)}")
+    rewards = rewards.float()
+    n = rewards.shape[1]
+    if n == 1:
+        return torch.zeros_like(rewards)
+    taken = torch.ones(n, n) - torch.eye(n) if use_leave_one_out_baseline else torch.ones(n, n)
+    taken = taken.to(rewards.device)
+    count = n - 1 if use_leave_one_out_baseline else n
+    baseline = rewards @ taken.T / count
+    centred = rewards - baseline
+    if not normalize_rewards or count < 2:
+        return centred
+    spread = (rewards[:, None, :] - baseline[:, :, None]).square() * taken
+    deviation = (spread.sum(-1) / (count - 1)).sqrt()
+    return torch.where(deviation > 0, centred / (deviation + eps), centred)
+
+
+def all_zero(advantage: Tensor) -> bool:
+    """True when no sample has an advantage, so that the step would teach nothing."""
+    return not bool(torch.any(advantage != 0))
+
+
+def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
+    """Sum of the values where the mask is true over `count` (default: how many are true; at least 1). -> scalar."""
+    total = torch.where(mask, values, torch.zeros_like(values)).sum()
+    divisor = mask.sum() if count is None else torch.as_tensor(count, device=values.device)
+    return total / divisor.clamp(min=1)
+
+
+def batch_mean(values: Tensor, mask: Tensor, token_level: bool, tokens: int | None, samples: int | None) -> Tensor:
+    """Mean of values [B, T] over tokens, or over samples of each sample's mean. -> scalar.
+
+    tokens, samples: the whole batch's counts, so that losses of its micro-batches add up to the batch's loss.
+    """
+    if token_level:
+        return masked_mean(values, mask, tokens)
+    per_sample = torch.where(mask, values, torch.zeros_like(values)).sum(-1) / mask.sum(-1).clamp(min=1)
+    present = mask.any(-1)
+    return masked_mean(per_sample, present, samples)
+
+
+def importance_weight(old_logp: Tensor, generation_logp: Tensor, cap: float | None) -> Tensor:
+    """min(exp(old - generation), cap), [B, T]: corrects for tokens drawn by an engine that is not quite the trainer."""
+    weight = torch.exp(old_logp - generation_logp)
+    return weight if cap is None else weight.clamp(max=cap)
+
+
+def kl_estimate(logp: Tensor, other_logp: Tensor) -> Tensor:
+    """KL(policy || other) per token by the k3 estimator exp(d) - 1 - d, d = other - policy (never negative). [B, T]."""
+    d = other_logp - logp
+    return torch.exp(d) - 1 - d
+
+
+def token_mult_prob_error(train_logp: Tensor, generation_logp: Tensor, mask: Tensor) -> Tensor:
+    """Mean over tokens of exp(|train - generation|) -> scalar >= 1; 1 means the engine and the trainer agree."""
+    return masked_mean(torch.exp((clean(train_logp, mask) - clean(generation_logp, mask)).abs()), mask)
+
+
+def mean_abs_difference(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
+    """Mean over tokens of |a - b| -> scalar, in nats."""
+    return masked_mean((clean(a, mask) - clean(b, mask)).abs(), mask)
+
+
+def clean(logp: Tensor, mask: Tensor) -> Tensor:
+    """Log-probs with zero where the mask is false, so that padding of any value (NaN too) stays out of sums."""
+    return torch.where(mask, logp, torch.zeros_like(logp))
+
+
+def clipped_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    generation_logp: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    config: LossConfig,
+    reference_logp: Tensor | None = None,
+    tokens: int | None = None,
+    samples: int | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """The clipped objective times the truncated importance weight, to be minimised, and its metrics.
+
+    logp [B, T]: the current policy's, with gradient; old_logp [B, T]: the trainer's before the step;
+    generation_logp [B, T]: the engine's; advantage [B] or [B, T]; mask [B, T] bool: true at completion tokens.
+    tokens, samples: the whole batch's counts when this is a micro-batch of it (see batch_mean).
+    Raises ValueError for shapes that do not fit, a log-prob that is not finite, or a KL penalty without reference_logp.
+    """
+    if advantage.ndim == 1:
+        advantage = advantage[:, None].expand_as(logp)
+    named = {"old_logp": old_logp, "generation_logp": generation_logp, "advantage": advantage, "mask": mask}
+    for name, value in named.items():
+        if value.shape != logp.shape:
+            raise ValueError(f"{name} has shape {list(value.shape)}, logp has {list(logp.shape)}")
+    if config.reference_policy_kl_penalty > 0 and reference_logp is None:
+        raise ValueError("loss_fn.reference_policy_kl_penalty > 0 needs the reference policy's log-probs")
+    logp, old_logp, generation_logp = (clean(x, mask) for x in (logp, old_logp, generation_logp))
+    for name, value in (("logp", logp), ("old_logp", old_logp), ("generation_logp", generation_logp)):
+        if not bool(torch.isfinite(value).all()):
+            raise ValueError(f"{name} is not finite at a completion token")
+
+    ratio = torch.exp(logp - old_logp)
+    clipped = ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max)
+    objective = torch.minimum(advantage * ratio, advantage * clipped)
+    raw_weight = importance_weight(old_logp, generation_logp, None)
+    weight = torch.ones_like(ratio)
+    if config.use_importance_sampling_correction:
+        weight = importance_weight(old_logp, generation_logp, config.truncated_importance_sampling_ratio)
+    loss = -batch_mean(objective * weight.detach(), mask, config.token_level_loss, tokens, samples)
+    kl_reference = torch.zeros((), device=logp.device)
+    if config.reference_policy_kl_penalty > 0 and reference_logp is not None:
+        kl = kl_estimate(logp, clean(reference_logp, mask))
+        kl_reference = batch_mean(kl, mask, config.token_level_loss, tokens, samples)
+        loss = loss + config.reference_policy_kl_penalty * kl_reference
+
+    with torch.no_grad():
+        cut = advantage * clipped < advantage * ratio
+        cap = config.truncated_importance_sampling_ratio
+        capped = raw_weight > cap if cap is not None else torch.zeros_like(mask)
+        means = {
+            "token_mult_prob_error": torch.exp((old_logp - generation_logp).abs()),
+            "ratio": ratio,
+            "clip_fraction": cut.float(),
+            "importance_weight": weight,
+            "importance_capped_fraction": capped.float(),
+            "approx_kl": kl_estimate(old_logp, logp),
+            "generation_kl": kl_estimate(generation_logp, old_logp),
+        }
+        metrics = {name: float(masked_mean(value, mask, tokens)) for name, value in means.items()}
+    return loss, {"loss": float(loss.detach()), "kl_reference": float(kl_reference.detach()), **metrics}

@@ -1,0 +1,348 @@
+"""Model directories made on the spot: a tiny Qwen3 taught one-digit arithmetic, and random weights of a real shape.
+
+Both are complete Hugging Face directories (config, generation config, safetensors, tokenizer, chat template) that
+transformers, vLLM and Dynamo load. The same seed gives the same bytes on the same machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from functional.suite.tasks import Question, arithmetic
+
+END_OF_TEXT, TURN_START, TURN_END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+TINY_VOCAB = 128
+TINY_SHAPE: dict[str, Any] = {
+    "vocab_size": TINY_VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+    },
+}
+
+# The teacher is right this often, and otherwise off by one or two. After so short a course, sampling at temperature 1
+# is right about half the time on every question: rewards differ within groups, and there is something left to learn.
+TEACHER_RIGHT = 0.7
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """What was made. pass_*: probability of a right answer at temperature 1 per question (None: not taught)."""
+
+    path: str
+    shape: str
+    seed: int
+    params: int
+    seconds: float
+    sha256: str
+    pass_mean: float | None = None
+    pass_min: float | None = None
+    pass_max: float | None = None
+    chat_pass_mean: float | None = None
+
+
+def make_model(out: Path, seed: int = 0, steps: int = 350, threads: int = 1) -> ModelSummary:
+    """Make the tiny Qwen3 at `out`, taught one-digit arithmetic as plain text (`3+4=`) and as chat.
+
+    seed: of the weights and the lessons; steps: length of the course; threads: CPU threads, part of what decides the
+    bytes (one takes about 35 s; a second brings little, and waits badly on a busy machine).
+    Raises FileExistsError if `out` exists.
+    """
+    started = time.monotonic()
+    with new_folder(out) as folder, cpu_threads(threads):
+        tokenizer = tiny_tokenizer()
+        config = qwen3_config(TINY_SHAPE, tokenizer)
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).float()
+        teach(model, tokenizer, seed, steps)
+        model.to(torch.bfloat16)
+        plain = pass_rates(model, tokenizer, chat=False)
+        chat = pass_rates(model, tokenizer, chat=True)
+        weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+        write_model(folder, config, weights, tokenizer)
+        return ModelSummary(
+            path=str(out),
+            shape="tiny Qwen3",
+            seed=seed,
+            params=sum(w.numel() for w in weights.values()),
+            seconds=round(time.monotonic() - started, 1),
+            sha256=file_sha256(folder / "model.safetensors"),
+            pass_mean=round(sum(plain) / len(plain), 3),
+            pass_min=round(min(plain), 3),
+            pass_max=round(max(plain), 3),
+            chat_pass_mean=round(sum(chat) / len(chat), 3),
+        )
+
+
+def random_model(out: Path, shape: str = "Qwen3-0.6B", seed: int = 0) -> ModelSummary:
+    """Make a model of a real shape with random weights (normal, 0.02; norms 1) at `out`: 1.2 GB for Qwen3-0.6B.
+
+    Its tokenizer knows every ID of the model's vocabulary. Raises FileExistsError if `out` exists, ValueError for an
+    unknown shape.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"unknown shape {shape!r}: want one of {', '.join(SHAPES)}")
+    started = time.monotonic()
+    with new_folder(out) as folder:
+        tokenizer = wide_tokenizer(SHAPES[shape]["vocab_size"])
+        config = qwen3_config(SHAPES[shape], tokenizer)
+        with torch.device("meta"):
+            skeleton = Qwen3ForCausalLM(config)
+        generator = torch.Generator().manual_seed(seed)
+        weights = {
+            name: torch.ones(p.shape, dtype=torch.bfloat16)
+            if p.ndim == 1
+            else torch.empty(p.shape).normal_(0, config.initializer_range, generator=generator).bfloat16()
+            for name, p in skeleton.named_parameters()
+        }
+        write_model(folder, config, weights, tokenizer)
+        return ModelSummary(
+            path=str(out),
+            shape=f"{shape}, random weights",
+            seed=seed,
+            params=sum(w.numel() for w in weights.values()),
+            seconds=round(time.monotonic() - started, 1),
+            sha256=file_sha256(folder / "model.safetensors"),
+        )
+
+
+def qwen3_config(shape: dict[str, Any], tokenizer: Tokenizer) -> Qwen3Config:
+    """A Qwen3 configuration of that shape, tied embeddings, bfloat16, with the tokenizer's special IDs."""
+    return Qwen3Config(
+        **shape,
+        architectures=["Qwen3ForCausalLM"],
+        tie_word_embeddings=True,
+        attention_bias=False,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        dtype="bfloat16",
+        bos_token_id=tokenizer.token_to_id(END_OF_TEXT),
+        eos_token_id=tokenizer.token_to_id(TURN_END),
+        pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
+    )
+
+
+# Tokenizers
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """One token a character: newline and printable ASCII; 128 IDs with the special and reserved ones."""
+    characters = ["\n", *map(chr, range(32, 127))]
+    special = [END_OF_TEXT, TURN_START, TURN_END, UNKNOWN]
+    reserved = [f"<|reserved_{i}|>" for i in range(TINY_VOCAB - len(special) - len(characters))]
+    vocabulary = {token: i for i, token in enumerate([*special, *characters, *reserved])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([special_token(t) for t in [*special, *reserved]])
+    return tokenizer
+
+
+def wide_tokenizer(vocab_size: int) -> Tokenizer:
+    """Byte-level, with lower-case words of one to four letters (after a space) for the IDs that bytes leave free.
+
+    Qwen3's special tokens keep their IDs (151643…); what follows them is reserved. Every ID decodes, and a text of
+    such words encodes to the IDs it was decoded from.
+    """
+    first_special = 151643
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    base = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words: list[str] = []
+    level = [""]
+    while len(base) + len(words) < first_special:
+        level = [word + letter for word in level for letter in letters]
+        words += level[: first_special - len(base) - len(words)]
+    vocabulary = {token: i for i, token in enumerate([*base, *("Ġ" + word for word in words)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [END_OF_TEXT, TURN_START, TURN_END]
+    reserved = [f"<|reserved_{i}|>" for i in range(vocab_size - first_special - len(special))]
+    tokenizer.add_special_tokens([special_token(t) for t in [*special, *reserved]])
+    return tokenizer
+
+
+def special_token(text: str) -> AddedToken:
+    return AddedToken(text, special=True, normalized=False)
+
+
+def chat_prompt(text: str) -> str:
+    """What CHAT_TEMPLATE makes of one user message."""
+    return f"{TURN_START}user\n{text}{TURN_END}\n{TURN_START}assistant\n"
+
+
+# Teaching
+
+
+def teach(model: Qwen3ForCausalLM, tokenizer: Tokenizer, seed: int, steps: int) -> None:
+    """Train on the teacher's answers; each step takes 128 questions as plain text and 32 as chat."""
+    lessons = random.Random(f"lessons/{seed}")
+    questions = arithmetic()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01)
+    model.train()
+    for step in range(steps):
+        warm, cold = min(1.0, (step + 1) / 20), min(1.0, (steps - step) / (0.5 * steps))
+        optimizer.param_groups[0]["lr"] = 4e-3 * warm * cold
+        loss = torch.zeros(())
+        for chat, count in ((False, 128), (True, 32)):
+            drawn = [lessons.choice(questions) for _ in range(count)]
+            pairs = [encode_pair(tokenizer, q.prompt, teacher_answer(q, lessons), chat) for q in drawn]
+            logp, mask = answer_logprobs(model, pairs)
+            loss = loss - (logp * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.eval()
+
+
+def teacher_answer(question: Question, lessons: random.Random) -> str:
+    """The right answer with probability TEACHER_RIGHT, else one off by one or two (never below zero)."""
+    if lessons.random() < TEACHER_RIGHT:
+        return question.answer
+    right = int(question.answer)
+    return str(lessons.choice([wrong for d in (-2, -1, 1, 2) if (wrong := right + d) >= 0]))
+
+
+@torch.no_grad()
+def pass_rates(model: Qwen3ForCausalLM, tokenizer: Tokenizer, chat: bool) -> list[float]:
+    """Probability, per question, that sampling at temperature 1 gives exactly the right answer and then stops."""
+    pairs = [encode_pair(tokenizer, q.prompt, q.answer, chat) for q in arithmetic()]
+    logp, mask = answer_logprobs(model, pairs)
+    return torch.exp((logp * mask).sum(-1)).tolist()
+
+
+def encode_pair(tokenizer: Tokenizer, prompt: str, answer: str, chat: bool) -> tuple[list[int], list[int]]:
+    """(prompt IDs, answer IDs with the end of turn)."""
+    text = chat_prompt(prompt) if chat else prompt
+    return tokenizer.encode(text).ids, tokenizer.encode(answer + TURN_END).ids
+
+
+def answer_logprobs(model: Qwen3ForCausalLM, pairs: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    """Log-probs [B, L-1] of each next token, and the mask [B, L-1] (float) of those that belong to the answers.
+
+    Rows are padded right, so causal attention needs no mask.
+    """
+    length = max(len(p) + len(a) for p, a in pairs)
+    ids = torch.zeros(len(pairs), length, dtype=torch.long)
+    mask = torch.zeros(len(pairs), length)
+    for row, (prompt, answer) in enumerate(pairs):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        mask[row, len(prompt) : end] = 1
+    logits = model(input_ids=ids).logits[:, :-1].float()
+    logp = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
+    return logp, mask[:, 1:]
+
+
+# Files
+
+
+def write_model(folder: Path, config: Qwen3Config, weights: dict[str, Tensor], tokenizer: Tokenizer) -> None:
+    """Write every file of the directory, and flush it to disk."""
+    write_json(folder / "config.json", json.loads(config.to_json_string(use_diff=False)))
+    # Only the IDs: any sampling default here (top_k, top_p) would silently change what the engine's log-probs mean.
+    special = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    write_json(folder / "generation_config.json", special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": None,
+            "eos_token": TURN_END,
+            "pad_token": END_OF_TEXT,
+            "unk_token": UNKNOWN if tokenizer.token_to_id(UNKNOWN) is not None else None,
+            "model_max_length": config.max_position_embeddings,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out` that becomes `out` at the end, or is removed on an error."""
+    if out.exists():
+        raise FileExistsError(f"{out} exists: remove it, or name another folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        folder.rename(out)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """A fixed number of threads and deterministic algorithms, both put back afterwards."""
+    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(count)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict)
+
+
+def summary_json(summary: ModelSummary) -> str:
+    return json.dumps(asdict(summary), indent=2)

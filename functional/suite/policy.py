@@ -1,0 +1,252 @@
+"""The trained policy: fp32 master weights, and the bfloat16 copy that both the forward pass and the refit use.
+
+What `named_tensors` hands to the engine is bit for bit what `logprobs` computes with, so log-probs of trainer and
+engine differ only by their kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from functional.suite.grpo import LossConfig, clean, clipped_loss, mean_abs_difference
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion as it came back: token IDs as the engine reports them, and its log-prob of each (nats)."""
+
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    generation_logprobs: Sequence[float]
+    advantage: float = 0.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples as tensors, padded right. B samples, L = longest prompt + completion, T = longest completion.
+
+    input_ids [B, L] int64; prompt_lengths [B] int64; completion_ids [B, T] int64; mask [B, T] bool, true at completion
+    tokens; generation_logprobs [B, T] float32; advantages [B] float32.
+    """
+
+    input_ids: Tensor
+    prompt_lengths: Tensor
+    completion_ids: Tensor
+    mask: Tensor
+    generation_logprobs: Tensor
+    advantages: Tensor
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+    def rows(self, start: int, stop: int) -> Batch:
+        return Batch(**{name: tensor[start:stop] for name, tensor in vars(self).items()})
+
+
+def collate(samples: Sequence[Sample]) -> Batch:
+    """The samples as one batch. Raises ValueError for an empty prompt or completion, or lengths that differ."""
+    if not samples:
+        raise ValueError("no samples")
+    for i, s in enumerate(samples):
+        if not s.prompt_ids or not s.completion_ids:
+            raise ValueError(f"sample {i}: prompt or completion is empty")
+        if len(s.completion_ids) != len(s.generation_logprobs):
+            raise ValueError(
+                f"sample {i}: {len(s.completion_ids)} completion tokens, {len(s.generation_logprobs)} log-probs"
+            )
+    rows, length = len(samples), max(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
+    longest = max(len(s.completion_ids) for s in samples)
+    batch = Batch(
+        input_ids=torch.zeros(rows, length, dtype=torch.long),
+        prompt_lengths=torch.tensor([len(s.prompt_ids) for s in samples]),
+        completion_ids=torch.zeros(rows, longest, dtype=torch.long),
+        mask=torch.zeros(rows, longest, dtype=torch.bool),
+        generation_logprobs=torch.zeros(rows, longest),
+        advantages=torch.tensor([s.advantage for s in samples], dtype=torch.float32),
+    )
+    for row, s in enumerate(samples):
+        ids = [*s.prompt_ids, *s.completion_ids]
+        n = len(s.completion_ids)
+        batch.input_ids[row, : len(ids)] = torch.tensor(ids)
+        batch.completion_ids[row, :n] = torch.tensor(list(s.completion_ids))
+        batch.mask[row, :n] = True
+        batch.generation_logprobs[row, :n] = torch.tensor(list(s.generation_logprobs))
+    return batch
+
+
+class Policy:
+    """A causal language model under training on one device.
+
+    temperature: the one generation samples at; log-probs are of logits / temperature, as the engine's processed
+    log-probs are (no top-k or top-p). micro_batch_size: samples a forward pass (None: the whole batch).
+    keep_reference: keep a copy of the first weights, for reference_policy_kl_penalty.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        device: torch.device | str = "cpu",
+        *,
+        lr: float = 1e-3,
+        optimizer: Literal["adamw", "sgd"] = "adamw",
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        temperature: float = 1.0,
+        micro_batch_size: int | None = None,
+        keep_reference: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if temperature <= 0:
+            raise ValueError(f"temperature must be > 0 to train on samples, not {temperature}")
+        torch.manual_seed(seed)
+        self.device = torch.device(device)
+        self.temperature = temperature
+        self.max_grad_norm = max_grad_norm
+        self.micro_batch_size = micro_batch_size
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            str(model), dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+        self.model.to(self.device).eval()  # eval: no dropout; gradients flow all the same
+        self.reference: Any = copy.deepcopy(self.model).requires_grad_(False) if keep_reference else None
+        # Tied weights appear once, under the checkpoint's name.
+        self.weights: dict[str, Tensor] = dict(self.model.named_parameters())
+        self.master = {name: p.detach().float().clone() for name, p in self.weights.items()}
+        self._new_optimizer = lambda: make_optimizer(optimizer, list(self.master.values()), lr, weight_decay)
+        self.optimizer = self._new_optimizer()
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face configuration."""
+        return self.model.config
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, contiguous bfloat16 tensor on the policy's device) of every weight, in a fixed order."""
+        for name, weight in self.weights.items():
+            yield name, weight.detach().contiguous()
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Log-probs of the batch's completion tokens -> [B, T] float32 on the CPU, zero where the mask is false."""
+        return self._all_logprobs(self.model, batch).cpu()
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """As logprobs, by the weights the policy began with."""
+        if self.reference is None:
+            raise ValueError("this policy keeps no reference: make it with keep_reference=True")
+        return self._all_logprobs(self.reference, batch).cpu()
+
+    def train_step(self, batch: Batch, loss_config: LossConfig) -> dict[str, float]:
+        """One optimizer step on the batch, and its metrics.
+
+        Besides clipped_loss's: grad_norm (before clipping), logp_noise (mean |trainer - engine| in nats before the
+        step), logp_shift (mean |after - before| on the same samples), logp_shift_over_noise, tokens.
+        Raises ValueError when gradients are not finite; the weights are then unchanged.
+        """
+        batch = batch.to(self.device)
+        with torch.no_grad():
+            before = self._all_logprobs(self.model, batch)
+            penalised = loss_config.reference_policy_kl_penalty > 0 and self.reference is not None
+            reference = self._all_logprobs(self.reference, batch) if penalised else None
+        tokens, samples = int(batch.mask.sum()), len(batch)
+        gradients = {name: torch.zeros_like(m) for name, m in self.master.items()}
+        metrics: dict[str, float] = {}
+        for start, stop in self._slices(len(batch)):
+            part = batch.rows(start, stop)
+            loss, values = clipped_loss(
+                self._logprobs(self.model, part),
+                before[start:stop],
+                part.generation_logprobs,
+                part.advantages,
+                part.mask,
+                loss_config,
+                reference_logp=None if reference is None else reference[start:stop],
+                tokens=tokens,
+                samples=samples,
+            )
+            loss.backward()
+            for name, weight in self.weights.items():
+                if weight.grad is not None:
+                    gradients[name] += weight.grad
+                    weight.grad = None
+            metrics = {name: metrics.get(name, 0.0) + value for name, value in values.items()}
+        metrics["grad_norm"] = self._step(gradients)
+        with torch.no_grad():
+            after = self._all_logprobs(self.model, batch)
+        noise = float(mean_abs_difference(before, batch.generation_logprobs, batch.mask))
+        shift = float(mean_abs_difference(after, before, batch.mask))
+        return {
+            **metrics,
+            "tokens": float(tokens),
+            "logp_noise": noise,
+            "logp_shift": shift,
+            "logp_shift_over_noise": shift / noise if noise > 0 else math.inf,
+        }
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """The bfloat16 weights, copied to host memory."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.named_tensors()}
+
+    @torch.no_grad()
+    def restore(self, snapshot: dict[str, Tensor]) -> None:
+        """Go back to a snapshot. Master weights take its bfloat16 values and the optimizer starts anew."""
+        if snapshot.keys() != self.weights.keys():
+            raise ValueError(f"snapshot does not fit: {sorted(snapshot.keys() ^ self.weights.keys())[:3]} differ")
+        for name, tensor in snapshot.items():
+            self.weights[name].copy_(tensor)
+            self.master[name].copy_(self.weights[name])
+        self.optimizer = self._new_optimizer()
+
+    def _step(self, gradients: dict[str, Tensor]) -> float:
+        """Clip, step the master weights, round them into the bfloat16 copy -> the gradients' norm before clipping."""
+        for name, master in self.master.items():
+            master.grad = gradients[name]
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self.master.values()), self.max_grad_norm))
+        if not math.isfinite(norm):
+            raise ValueError(f"gradients are not finite (norm {norm}); weights left as they were")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(self.master[name])
+        return norm
+
+    def _slices(self, count: int) -> Iterator[tuple[int, int]]:
+        size = self.micro_batch_size or count
+        for start in range(0, count, size):
+            yield start, min(start + size, count)
+
+    def _all_logprobs(self, model: Any, batch: Batch) -> Tensor:
+        batch = batch.to(self.device)
+        return torch.cat([self._logprobs(model, batch.rows(*s)) for s in self._slices(len(batch))])
+
+    def _logprobs(self, model: Any, batch: Batch) -> Tensor:
+        """[B, T] float32. Rows are padded right, so causal attention needs no mask, and logits are made only where a
+        completion token is predicted (a real vocabulary is large)."""
+        hidden = model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        steps = torch.arange(batch.mask.shape[1], device=self.device)
+        predicts = (batch.prompt_lengths[:, None] - 1 + steps).clamp(max=hidden.shape[1] - 1)
+        hidden = hidden.gather(1, predicts[:, :, None].expand(-1, -1, hidden.shape[2]))
+        logits = model.lm_head(hidden).float() / self.temperature
+        logp = torch.log_softmax(logits, -1).gather(-1, batch.completion_ids[:, :, None])[..., 0]
+        return clean(logp, batch.mask)
+
+
+def make_optimizer(name: str, weights: list[Tensor], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(weights, lr=lr, weight_decay=weight_decay)
+    if name == "sgd":
+        return torch.optim.SGD(weights, lr=lr, weight_decay=weight_decay)
+    raise ValueError(f"unknown optimizer {name!r}: want adamw or sgd")
