@@ -1,0 +1,133 @@
+"""The worker extension: what a trainer can ask of a worker beside vLLM's own weight-update calls.
+
+Reached through Dynamo's `update_weights_from_distributed` with `engine_rpc` set to a method's name. The route drops
+what a method returns, so every check here answers by raising.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from functional.engine import packing
+from functional.engine.proof import TensorProof, differences, prove_all, refuse
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.config.parallel import ParallelConfig
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker (`--worker-extension-cls functional.engine.extension.WorkerExtension`)."""
+
+    if TYPE_CHECKING:
+        device: torch.device
+        model_config: ModelConfig
+        model_runner: Any
+        parallel_config: ParallelConfig
+        weight_transfer_engine: Any
+        _weight_update_active: bool
+        _is_checkpoint_format: bool
+        _loaded_buffers: dict[str, TensorProof]
+
+    def reset_reload(self) -> None:
+        """Bring the worker to where an update can start, whatever became of the last one. Called before every start.
+
+        A failed update leaves vLLM's layerwise reload half begun; starting again on top of it would leave memory
+        uninitialised. Weights are undefined until the update that follows has sent all of them.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        self._weight_update_active = False
+        with torch.device(self.device):
+            finalize_layerwise_reload(self.model_runner.model, self.model_config)
+        _remember_buffers(self)
+        if self.weight_transfer_engine is not None:
+            self.weight_transfer_engine.received.clear()
+
+    def prove_weights(self, expected: dict[str, dict[str, Any]]) -> None:
+        """Raise ValueError unless the resident weights are, byte for byte, the expected ones.
+
+        `expected` maps each parameter's name in vLLM's model to its dtype, shape and SHA-256
+        (`functional.runtime.proof.expected_proof`). Every parameter of the model must be named, and no other.
+        """
+        if self.parallel_config.world_size != 1:
+            raise NotImplementedError("prove_weights: tensor or pipeline parallel workers are not supported yet")
+        claimed = {name: TensorProof.parse(value) for name, value in expected.items()}
+        model = self.model_runner.model
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        _remember_buffers(self)
+        problems = differences(claimed, _parameter_proofs(model))
+        problems += _packing_problems(model, claimed)
+        problems += _padding_problems(model)
+        problems += differences(self._loaded_buffers, _buffer_proofs(model))
+        problems += _received_twice(self.weight_transfer_engine)
+        refuse(problems, len(claimed))
+
+    def commit_version(self) -> None:
+        """Do nothing: the call that carries the new `weight_version` to the route once the proof is given."""
+
+
+def _remember_buffers(worker: WorkerExtension) -> None:
+    """Buffers (rotary tables, scales) are no part of a checkpoint: a refit must leave them as they were loaded."""
+    if not hasattr(worker, "_loaded_buffers"):
+        worker._loaded_buffers = _buffer_proofs(worker.model_runner.model)
+
+
+def _parameter_proofs(model: nn.Module) -> dict[str, TensorProof]:
+    """Proof of each parameter, under its first name when several modules share it."""
+    resident: list[tuple[str, list[Tensor]]] = []
+    proofs: dict[str, TensorProof] = {}
+    for name, layer, parameter in _parameters(model):
+        packed = packing.packed_proof(layer) if name.endswith("weight") else None
+        if parameter.numel() == 0 and packed is not None:
+            proofs[name] = packed
+        elif parameter.numel() == 0:
+            raise RuntimeError(
+                f"{name} is packed and was not hashed: is the dynamo_rl_engine plugin loaded (VLLM_PLUGINS)?"
+            )
+        else:
+            resident.append((name, [packing.logical_rows(layer, parameter)]))
+    return proofs | prove_all(resident)
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, Tensor]]:
+    modules = dict(model.named_modules())
+    found = []
+    for name, parameter in model.named_parameters():
+        found.append((name, modules[name.rpartition(".")[0]], parameter))
+    return found
+
+
+def _packing_problems(model: nn.Module, claimed: dict[str, TensorProof]) -> list[str]:
+    """Layers that compute with a packed copy of a weight that is also resident, maybe under another layer's name."""
+    names = {id(parameter): name for name, _, parameter in _parameters(model)}
+    problems = []
+    for path, layer in model.named_modules():
+        packed = packing.packed_proof(layer)
+        weight = getattr(layer, "weight", None)
+        if packed is None or not isinstance(weight, Tensor) or weight.numel() == 0:
+            continue
+        want = claimed.get(names.get(id(weight), ""))
+        if want is not None and packed.sha256 != want.sha256:
+            problems.append(f"{path}: its packed weight differs, sha256 {packed.sha256[:12]}, expected {want.sha256[:12]}")
+    return problems
+
+
+def _padding_problems(model: nn.Module) -> list[str]:
+    problems = []
+    for name, layer, parameter in _parameters(model):
+        rows = packing.logical_rows(layer, parameter).shape[0] if parameter.ndim else 0
+        if rows < (parameter.shape[0] if parameter.ndim else 0) and parameter[rows:].count_nonzero().item():
+            problems.append(f"{name}: its vocabulary padding is not zero")
+    return problems
+
+
+def _buffer_proofs(model: nn.Module) -> dict[str, TensorProof]:
+    return prove_all((f"buffer {name}", [buffer]) for name, buffer in model.named_buffers() if buffer.numel())
+
+
+def _received_twice(engine: Any) -> list[str]:
+    received = getattr(engine, "received", {})
+    return [f"{name}: received {count} times in one update" for name, count in received.items() if count > 1]

@@ -1,0 +1,82 @@
+"""Transport over gloo: CPU tensors, TCP between the ranks."""
+
+import atexit
+import ctypes
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
+
+from functional.engine.group import Group
+
+
+class GlooBroadcast:
+    """See `group.Pending`."""
+
+    def __init__(self, work: Work, buffer: Tensor) -> None:
+        self._work = work
+        self.buffer = buffer
+
+    def done(self) -> bool:
+        if not self.ended():
+            return False
+        self._work.wait()  # raises what went wrong
+        return True
+
+    def ended(self) -> bool:
+        return self._work.is_completed()
+
+
+class GlooGroup(Group):
+    """Listens on `bind` only, the address on the way to rank 0: loopback for a group of one machine."""
+
+    def __init__(self, store: TCPStore, rank: int, world_size: int, bind: str, timeout_s: float) -> None:
+        _drop_ended()
+        self._bind = bind
+        self._gloo: ProcessGroupGloo | None = None
+        self._started: list[GlooBroadcast] = []
+        super().__init__(store, rank, world_size, torch.device("cpu"), timeout_s)
+
+    def start(self, buffer: Tensor) -> GlooBroadcast:
+        self.check()
+        assert self._gloo is not None
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = timedelta(seconds=self.remaining_s())
+        broadcast = GlooBroadcast(self._gloo.broadcast([buffer], options), buffer)
+        self._started = [*(earlier for earlier in self._started if not earlier.ended()), broadcast]
+        return broadcast
+
+    def _form(self) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._bind)]
+        options._timeout = timedelta(seconds=self.remaining_s())
+        self._gloo = ProcessGroupGloo(PrefixStore("gloo", self.store), self.rank, self.world_size, options)
+
+    def _interrupt(self) -> None:
+        pass  # every wait is a poll of `Group.wait`
+
+    def _release(self) -> None:
+        # gloo cannot end a broadcast that waits for its peer, and the destructor would wait for it with the
+        # interpreter locked. Its own deadline ends it; a later group, or the end of the process, takes the rest away.
+        if self._gloo is not None:
+            _released.append((self._gloo, self._started))
+        self._gloo, self._started = None, []
+        _drop_ended()
+
+
+_released: list[tuple[ProcessGroupGloo, list[GlooBroadcast]]] = []
+
+
+def _drop_ended() -> None:
+    _released[:] = [(gloo, started) for gloo, started in _released if not all(one.ended() for one in started)]
+
+
+@atexit.register
+def _leave_the_rest() -> None:
+    """A process that ends does not wait for a dead peer: what is still waiting is never destroyed."""
+    _drop_ended()
+    for gloo, _ in _released:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))

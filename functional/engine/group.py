@@ -1,0 +1,232 @@
+"""A group of one sender (rank 0) and its receivers, in which no wait is without a deadline.
+
+Rank 0 holds a TCP store; it serves the rendezvous, the agreement on each transfer's manifest, and a note by which the
+first rank that fails tells the others why. A group that failed once stays broken: form a new one.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from functional.engine.errors import TransferError, TransferTimeout
+
+_FAILED = "failed"
+_NOTE_POLL_S = 0.2
+_POLLERS_FIRST_S = 0.25  # who polls says more about what is missing than the watchdog can
+
+
+class Pending(Protocol):
+    """A broadcast under way."""
+
+    buffer: Tensor
+
+    def done(self) -> bool:
+        """Whether it ended; raises when it ended badly."""
+
+
+class Rendezvous:
+    """Rank 0's store. It listens from the start, so its port can be told to the workers before they are waited for."""
+
+    def __init__(self, address: str, port: int, timeout_s: float) -> None:
+        listener = socket.create_server((address, port), backlog=128)
+        self.address = address
+        self.port: int = listener.getsockname()[1]
+        self.store = TCPStore(
+            address,
+            self.port,
+            None,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def join_store(address: str, port: int, timeout_s: float) -> TCPStore:
+    """A receiver's connection to rank 0's store."""
+    try:
+        return TCPStore(
+            address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+    except RuntimeError as error:
+        raise TransferTimeout(f"no sender at {address}:{port} within {timeout_s:g} s ({_first_line(error)})") from error
+
+
+def local_address(peer: str, port: int) -> str:
+    """This machine's address on the way to `peer` (no packet is sent)."""
+    family, kind, proto, _, target = socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+class Group(ABC):
+    """Shared by the transports; each adds how a broadcast is started and how a blocked one is interrupted."""
+
+    def __init__(self, store: TCPStore, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
+        """Joins the group. Raises TransferTimeout when not every rank came within `timeout_s`."""
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self._broken: TransferError | None = None
+        self._told = False  # another rank failed first, and all know
+        self._missed = ""
+        self._break_lock = threading.Lock()
+        self._deadline = time.monotonic() + timeout_s
+        self._transfers = 0
+        with self._failing_together(), self._armed(timeout_s, "forming the group"):
+            self._await_everyone()
+            self._form()
+
+    @contextlib.contextmanager
+    def transfer(self, timeout_s: float, manifest_digest: str) -> Iterator[None]:
+        """The span of one transfer: deadline armed, manifests compared, a failure told to the other ranks."""
+        with self._failing_together(), self._armed(timeout_s, "the transfer"):
+            self.check()
+            self._transfers += 1
+            key = f"manifest/{self._transfers}"
+            if self.rank == 0:
+                self.store.set(key, manifest_digest)
+            elif self._get(key) != manifest_digest:
+                raise TransferError(
+                    "the sender's manifest (names, dtypes, shapes, packing) differs from this update's update_info"
+                )
+            yield
+
+    def wait(self, pending: Pending) -> None:
+        """Until the broadcast ended. Raises at the deadline, or when any rank reported a failure."""
+        pause = 20e-6
+        while not self._is_done(pending):
+            self.check()
+            time.sleep(pause)
+            pause = min(pause * 2, 1e-3)
+        self.check()
+
+    def check(self) -> None:
+        """Raises when the group is broken or its deadline has passed."""
+        if self._broken is None and time.monotonic() > self._deadline:
+            self._break(TransferTimeout(self._missed))
+        if self._broken is not None:
+            raise self._broken
+
+    def abort(self, reason: str) -> None:
+        """Break the group from any thread: a blocked call in it raises TransferError soon after."""
+        self._break(TransferError(reason))
+
+    def close(self) -> None:
+        """Let the transport go. A healthy group ends without a word to the others."""
+        if self._broken is None:
+            self._broken = TransferError("the group is closed")
+        self._release()
+
+    @abstractmethod
+    def start(self, buffer: Tensor) -> Pending:
+        """Start to broadcast a uint8 buffer: rank 0's bytes go to all others."""
+
+    @abstractmethod
+    def _form(self) -> None:
+        """Set the transport up; everyone is there."""
+
+    @abstractmethod
+    def _interrupt(self) -> None:
+        """End what blocks. Called once, from any thread, when the group breaks."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Free the transport's resources; never blocks without bound."""
+
+    def remaining_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.001)
+
+    def _await_everyone(self) -> None:
+        self.store.set(f"here/{self.rank}", "1")
+        missing = list(range(self.world_size))
+        while missing:
+            missing = [rank for rank in missing if not self.store.check([f"here/{rank}"])]
+            if missing and time.monotonic() > self._deadline:
+                self._break(TransferTimeout(f"rank(s) {missing} of {self.world_size} did not join in time"))
+            self.check()
+            if missing:
+                time.sleep(0.01)
+
+    def _get(self, key: str) -> str:
+        while True:
+            self.check()
+            if self.store.check([key]):
+                return str(self.store.get(key).decode())
+            time.sleep(0.001)
+
+    def _is_done(self, pending: Pending) -> bool:
+        try:
+            return pending.done()
+        except RuntimeError as error:
+            self.check()  # the cause, when this is only its consequence
+            raise TransferError(_first_line(error)) from error
+
+    def _break(self, error: TransferError) -> None:
+        with self._break_lock:
+            if self._broken is not None:
+                return
+            self._broken = error
+        self._interrupt()
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._break(error if isinstance(error, TransferError) else TransferError(_first_line(error)))
+            if not self._told:
+                _quietly(lambda: self.store.set(_FAILED, f"rank {self.rank}: {_first_line(error)}"))
+            self._release()
+            raise
+
+    @contextlib.contextmanager
+    def _armed(self, timeout_s: float, what: str) -> Iterator[None]:
+        """Two threads guard the span, as the caller may sit in a call that cannot be polled (a CUDA synchronisation)."""
+        self._deadline = time.monotonic() + timeout_s
+        over = threading.Event()
+        self._missed = f"{what} missed its deadline of {timeout_s:g} s"
+
+        def enforce_deadline() -> None:
+            if not over.wait(timeout_s + _POLLERS_FIRST_S):
+                self._break(TransferTimeout(self._missed))
+
+        def heed_others() -> None:
+            while not over.wait(_NOTE_POLL_S):
+                try:
+                    note = self.store.get(_FAILED).decode() if self.store.check([_FAILED]) else None
+                except RuntimeError as error:
+                    note = f"the sender's store is gone ({_first_line(error)})"
+                if note is not None:
+                    if not over.is_set():
+                        self._told = True
+                        self._break(TransferError(note))
+                    return
+
+        for guard in (enforce_deadline, heed_others):
+            threading.Thread(target=guard, name=f"transfer-{guard.__name__}", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+
+def _quietly(action: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):
+        action()
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,48 @@
+"""The vLLM plugin (entry point `vllm.general_plugins`): registers the transfer engines and applies the patches.
+
+vLLM loads it in every process of an engine. `python -m functional.engine.plugin` prints what it does here, as JSON.
+"""
+
+import json
+import logging
+from typing import Any
+
+from functional.engine.wire import BACKENDS
+
+_ENGINES = {BACKENDS["gloo"]: "GlooEngine", BACKENDS["nccl"]: "NcclEngine"}
+
+
+def register() -> None:
+    """Called by vLLM; more than once in some processes."""
+    import vllm
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from functional.engine import packing, reload_patch
+
+    for backend, engine in _ENGINES.items():
+        if backend not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(backend, "functional.engine.transfer_engine", engine)
+    if reload_patch.applies_to(vllm.__version__):
+        reload_patch.apply()
+    packing.install()
+    logging.getLogger("vllm.functional").info("dynamo_rl_engine: %s", json.dumps(status()))
+
+
+def status() -> dict[str, Any]:
+    """What is in force in this process."""
+    import vllm
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from functional.engine import packing, reload_patch
+
+    return {
+        "vllm": vllm.__version__,
+        "transfer_backends": sorted(WeightTransferEngineFactory._registry),
+        "reload_patch": {"for": reload_patch.PATCHED_VERSION, "applied": reload_patch.is_applied()},
+        "hash_before_packing": packing.is_installed(),
+    }
+
+
+if __name__ == "__main__":
+    register()
+    print(json.dumps(status(), indent=2))

@@ -1,0 +1,79 @@
+"""Proof of weights: SHA-256 over every byte of every tensor, on what is resident, under its name, dtype and shape."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NAMED_AT_MOST = 3
+
+
+@dataclass(frozen=True)
+class TensorProof:
+    """What is claimed, or seen, of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> "TensorProof":
+        return cls(str(value["dtype"]), tuple(int(size) for size in value["shape"]), str(value["sha256"]))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "shape": list(self.shape)}
+
+
+def prove_tensor(*parts: Tensor) -> TensorProof:
+    """Proof of the tensor that `parts` make when joined along their first dimension (one part: of that tensor)."""
+    first = parts[0]
+    digest = hashlib.sha256()
+    for part in parts:
+        if part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
+            raise ValueError(f"parts do not join: {first.dtype} {tuple(first.shape)}, {part.dtype} {tuple(part.shape)}")
+        data = part.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        digest.update(memoryview(data.numpy()))
+    shape = tuple(first.shape)
+    if len(parts) > 1:
+        shape = (sum(part.shape[0] for part in parts), *shape[1:])
+    return TensorProof(str(first.dtype).removeprefix("torch."), shape, digest.hexdigest())
+
+
+def prove_all(named: Iterable[tuple[str, Sequence[Tensor]]]) -> dict[str, TensorProof]:
+    """Proofs by name. Copies from a GPU and hashes in a few threads (hashlib lets others run)."""
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        running = {name: pool.submit(prove_tensor, *parts) for name, parts in named}
+        return {name: result.result() for name, result in running.items()}
+
+
+def differences(expected: Mapping[str, TensorProof], seen: Mapping[str, TensorProof]) -> list[str]:
+    """One line for each tensor that is missing, extra or different."""
+    lines = [f"{name}: missing in the engine" for name in expected if name not in seen]
+    lines += [f"{name}: in the engine, but not expected" for name in seen if name not in expected]
+    for name, want in expected.items():
+        have = seen.get(name)
+        if have is None or have == want:
+            continue
+        if (have.dtype, have.shape) != (want.dtype, want.shape):
+            lines.append(f"{name}: {have.dtype} {have.shape}, expected {want.dtype} {want.shape}")
+        else:
+            lines.append(f"{name}: bytes differ, sha256 {have.sha256[:12]}, expected {want.sha256[:12]}")
+    return lines
+
+
+def require_equal(expected: Mapping[str, TensorProof], seen: Mapping[str, TensorProof]) -> None:
+    """Raises ValueError naming the first tensors that differ, and how many do."""
+    refuse(differences(expected, seen), len(expected))
+
+
+def refuse(problems: Sequence[str], total: int) -> None:
+    """Raises ValueError when there are problems."""
+    if problems:
+        more = len(problems) - _NAMED_AT_MOST
+        shown = "; ".join(problems[:_NAMED_AT_MOST]) + (f"; and {more} more" if more > 0 else "")
+        raise ValueError(f"weights not proved, {len(problems)} problem(s) among {total} tensors: {shown}")

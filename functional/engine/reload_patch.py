@@ -1,0 +1,39 @@
+"""Patch of vLLM 0.23.0: its layerwise reload counts a composed weight loader's elements twice.
+
+A layer is finalised once as many elements were copied as it has. A composed loader copies the weight and then its
+transform over it, so it counts double, and the layer can be finalised before its last parameter came; what comes after
+is dropped without an error. Upstream repaired this in vLLM pull request 44814. Here, too, one loader call counts for at
+most its parameter's size.
+"""
+
+import inspect
+from collections.abc import Callable
+
+PATCHED_VERSION = "0.23.0"
+
+
+def applies_to(vllm_version: str) -> bool:
+    """Whether this vLLM has the fault. Local parts (`+cpu`) do not matter."""
+    return vllm_version.split("+")[0] == PATCHED_VERSION
+
+
+def apply() -> None:
+    """Patch the reload module in this process. Does nothing the second time."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    original = layerwise.get_numel_loaded
+    if getattr(original, "counts_at_most_the_parameter", False):
+        return
+
+    def get_numel_loaded(weight_loader: Callable[..., object], args: inspect.BoundArguments) -> tuple[int, object]:
+        loaded, answer = original(weight_loader, args)
+        return min(loaded, args.arguments["param"].numel()), answer
+
+    get_numel_loaded.counts_at_most_the_parameter = True  # type: ignore[attr-defined]
+    layerwise.get_numel_loaded = get_numel_loaded
+
+
+def is_applied() -> bool:
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    return getattr(layerwise.get_numel_loaded, "counts_at_most_the_parameter", False)

@@ -1,0 +1,122 @@
+"""vLLM's weight-transfer engines of this kit: gloo for CPU workers, NCCL for CUDA workers, with deadlines.
+
+vLLM calls them inside the engine process; Dynamo's route holds the worker's pause lock around that call, with no
+timeout of its own. So an engine returns an error at its deadline, whatever became of its peer.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config.parallel import ParallelConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from functional.engine.gloo import GlooGroup
+from functional.engine.group import Group, join_store, local_address
+from functional.engine.nccl import NcclGroup
+from functional.engine.wire import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT_S, Manifest, receive
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """vLLM's own four, and the deadline for forming the group (its transfers have the same unless they say other)."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """vLLM's own, as `functional.engine.wire.update_info` makes them, and this transfer's deadline."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: bool = False
+    packed_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.update_kind != "dense":
+            raise ValueError(f"update_kind {self.update_kind!r} is not supported, only 'dense'")
+        self.manifest()
+
+    def manifest(self) -> Manifest:
+        return Manifest.from_info(self.names, self.dtype_names, self.shapes, self.packed, self.packed_buffer_size_bytes)
+
+
+class DeadlineEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Joins a group of the trainer's, receives, and lets the group go at the first failure."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, config: WeightTransferConfig, parallel_config: ParallelConfig, model: torch.nn.Module) -> None:
+        super().__init__(config, parallel_config, model)
+        self.received: Counter[str] = Counter()
+        """How often each tensor came since the last `reset_reload`; more than once is refused by the proof."""
+        self._group: Group | None = None
+        self._timeout_s = DEFAULT_TIMEOUT_S
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()
+        self._timeout_s = init_info.timeout_s
+        self._group = self._join(init_info, init_info.rank_offset + worker_rank(self.parallel_config))
+
+    def receive_weights(
+        self, update_info: UpdateInfo, load_weights: Callable[[list[tuple[str, torch.Tensor]]], Any]
+    ) -> None:
+        if self._group is None:
+            raise RuntimeError("no transfer group: call init_weight_transfer_engine first, and after every failed update")
+        self.received.update(update_info.names)
+        try:
+            receive(self._group, update_info.manifest(), load_weights, update_info.timeout_s or self._timeout_s)
+        except BaseException:
+            self._group = None  # broken, and already released
+            raise
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: dict[str, Any] | Any) -> None:
+        raise NotImplementedError("send with functional.runtime.sender")
+
+    def _join(self, info: InitInfo, rank: int) -> Group:
+        raise NotImplementedError
+
+
+class GlooEngine(DeadlineEngine):
+    """Backend `gloo`."""
+
+    def _join(self, info: InitInfo, rank: int) -> Group:
+        store = join_store(info.master_address, info.master_port, info.timeout_s)
+        bind = local_address(info.master_address, info.master_port)
+        return GlooGroup(store, rank, info.world_size, bind, info.timeout_s)
+
+
+class NcclEngine(DeadlineEngine):
+    """Backend `nccl_deadline`."""
+
+    def _join(self, info: InitInfo, rank: int) -> Group:
+        store = join_store(info.master_address, info.master_port, info.timeout_s)
+        device = torch.device("cuda", torch.accelerator.current_device_index())
+        return NcclGroup(store, rank, info.world_size, device, info.timeout_s)
+
+
+def worker_rank(parallel: ParallelConfig) -> int:
+    """Rank among this engine's workers: data-parallel replicas one after the other, as vLLM's own engine counts."""
+    return parallel.data_parallel_index * parallel.world_size + parallel.rank
