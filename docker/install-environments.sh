@@ -1,0 +1,28 @@
+#!/bin/sh
+# Install the locked environments with no network: /opt/trainer_venv, and with BUILD_DYNAMO /opt/dynamo_venv.
+set -eu
+
+# uv's own cache is on the layer's file system, so that both environments are hard links to the same files; it goes
+# away below, in the same layer.
+export UV_CACHE_DIR=/opt/.uv-cache UV_LINK_MODE=hardlink UV_OFFLINE=1 UV_PYTHON_DOWNLOADS=never UV_NO_PROGRESS=1
+
+python3 -m zipfile -e /mnt/wheels/uv-*.whl /tmp/uv
+uv=$(echo /tmp/uv/uv-*.data/scripts/uv)
+chmod +x "$uv"
+
+install_environment() {
+  "$uv" venv --quiet --python /usr/bin/python3 "/opt/$1_venv"
+  "$uv" pip sync --python "/opt/$1_venv/bin/python" --require-hashes --no-index --find-links /mnt/wheels \
+    "/mnt/lockfiles/$1-$PROFILE.txt"
+}
+
+install_environment trainer
+if [ -n "$BUILD_DYNAMO" ]; then
+  install_environment dynamo
+  # The recipe's etcd is the one in this environment, wherever it comes from.
+  [ -e /opt/dynamo_venv/bin/etcd ] || ln -s "$(command -v etcd)" /opt/dynamo_venv/bin/etcd
+fi
+rm -rf "$UV_CACHE_DIR" /tmp/uv
+
+
+python3 /mnt/compile_bytecode.py /opt/*_venv/lib

@@ -1,0 +1,70 @@
+"""Print /opt/release/build.json: what was known when the image was built."""
+
+import hashlib
+import json
+import os
+import subprocess
+from pathlib import Path
+
+VERSIONS = """
+import importlib.metadata as m, json, platform
+versions = {d.metadata["Name"]: d.version for d in m.distributions()}
+print(json.dumps({"python": platform.python_version(), "packages": dict(sorted(versions.items()))}))
+"""
+
+
+def main() -> None:
+    profile = os.environ["PROFILE"]
+    environments = [name for name in ("trainer", "dynamo") if Path(f"/opt/{name}_venv").is_dir()]
+    inputs = json.loads(Path("/mnt/inputs.json").read_text())
+    build = {
+        "version": 1,
+        "profile": profile,
+        "dynamo": "dynamo" in environments,
+        "locks": {name: sha256(f"/mnt/lockfiles/{name}-{profile}.txt") for name in environments},
+        "base": {
+            "description": inputs["base"],
+            "sha256": inputs.get("base_sha256"),
+            "packages": inputs.get("base_packages", {}),
+        },
+        "environments": {name: versions(name) for name in environments},
+        "programs": {name: program_version(name) for name in ("etcd", "nats-server")}
+        if "dynamo" in environments
+        else {},
+        "sources": {"functional": tree_sha256("/mnt/functional"), "grpo_dynamo.sh": sha256("/mnt/grpo_dynamo.sh")},
+        "patches": patches(),
+    }
+    print(json.dumps(build, indent=1, sort_keys=True))
+
+
+def versions(environment: str) -> dict:
+    python = f"/opt/{environment}_venv/bin/python"
+    return json.loads(subprocess.run([python, "-c", VERSIONS], check=True, capture_output=True).stdout)
+
+
+def program_version(name: str) -> str:
+    command = [f"/opt/dynamo_venv/bin/{name}", "--version"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0].strip()
+
+
+def patches() -> list:
+    """What functional/engine changes in the engine at run time, as that package itself lists it."""
+    listed = Path("/mnt/functional/engine/patches.json")
+    return json.loads(listed.read_text()) if listed.exists() else []
+
+
+def sha256(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def tree_sha256(folder: str) -> str:
+    """Hash over the relative names and contents of all files, in order."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).rglob("*")):
+        if path.is_file():
+            digest.update(f"{path.relative_to(folder)}\0{sha256(str(path))}\n".encode())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main()

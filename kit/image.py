@@ -1,0 +1,164 @@
+"""Build the image into an OCI layout; the layout's digest is the release's identity."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kit.bases import read_bases
+from kit.command import run
+from kit.errors import KitError
+from kit.fetch import Manifest, fetch_inputs
+from kit.files import sha256_of, tree_size
+from kit.layout import REPO, Release, inputs_dir, only_run, release, state_dir
+from kit.record import ImageSection, read_record, start_record
+from kit.services import engine
+from kit.steps import complete_step, size_text
+
+# What the Dockerfile takes from the repository; a change in any of it is another image.
+_SOURCES = ("docker", "functional", "tests/functional/grpo_dynamo.sh", ".dockerignore")
+_NOT_SOURCES = {"__pycache__", "build"}
+
+
+def make_image(name: str, profile: str, *, with_dynamo: bool = True) -> ImageSection:
+    """Build `dist/NAME/oci` from the profile's inputs and start the record; reuse what is there if nothing changed."""
+    target = release(name)
+    inputs = fetch_inputs(profile)
+    with only_run(f"image-{name}"), complete_step(f"Image {name}") as step:
+        hashes = _input_hashes(inputs)
+        key = _key(profile, with_dynamo, hashes)
+        there = _unchanged(target, key)
+        if there is not None:
+            step.note(f"unchanged, reused {there.digest}")
+            return there
+        epoch = read_bases().source_date_epoch
+        _build(target, profile, with_dynamo, inputs, epoch)
+        manifest, descriptor = read_layout(target.oci)
+        section = ImageSection(
+            name=name,
+            profile=profile,
+            digest=descriptor["digest"],
+            media_type=descriptor["mediaType"],
+            size=descriptor["size"] + manifest["config"]["size"] + sum(layer["size"] for layer in manifest["layers"]),
+            layers=[layer["digest"] for layer in manifest["layers"]],
+            key=key,
+            inputs=hashes,
+            source_date_epoch=epoch,
+        )
+        start_record(target.record, section)
+        step.note(f"{len(section.layers)} layers, {size_text(section.size)}, {section.digest}")
+        return section
+
+
+def read_layout(oci: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The manifest of a layout that holds one image, and the descriptor that points to it."""
+    try:
+        index = json.loads((oci / "index.json").read_bytes())
+    except FileNotFoundError as error:
+        raise KitError(f"no image in {oci}", "make it with ./build.py image") from error
+    if len(index["manifests"]) != 1:
+        raise KitError(f"{oci} holds {len(index['manifests'])} images, not one", "remove it and build again")
+    descriptor = index["manifests"][0]
+    return json.loads(blob(oci, descriptor["digest"]).read_bytes()), descriptor
+
+
+def blob(oci: Path, digest: str) -> Path:
+    return oci / "blobs" / digest.replace(":", "/")
+
+
+def _unchanged(target: Release, key: str) -> ImageSection | None:
+    """The recorded image, if it has this key and its blobs are all there in their full size."""
+    if not target.record.exists():
+        return None
+    image = read_record(target.record).image
+    if image.key != key:
+        return None
+    try:
+        manifest, descriptor = read_layout(target.oci)
+        whole = all(blob(target.oci, part["digest"]).stat().st_size == part["size"] for part in manifest["layers"])
+    except (KitError, OSError):
+        return None
+    return image if whole and descriptor["digest"] == image.digest else None
+
+
+def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, epoch: int) -> None:
+    part = target.folder / ".oci.part"
+    shutil.rmtree(part, ignore_errors=True)
+    target.folder.mkdir(parents=True, exist_ok=True)
+    log = state_dir() / "logs" / f"image-{target.name}.log"
+    log.unlink(missing_ok=True)
+    base = [f"--build-arg=BASE_IMAGE={inputs.base.image}"] if inputs.base.image else []
+    try:
+        with engine() as docker, complete_step("docker buildx build") as step:
+            run(
+                docker.argv(
+                    "buildx",
+                    "build",
+                    "--file=docker/Dockerfile",
+                    "--target=release",
+                    f"--build-arg=PROFILE={profile}",
+                    f"--build-arg=BUILD_DYNAMO={'1' if with_dynamo else ''}",
+                    *base,
+                    f"--build-context=inputs={inputs_dir(profile)}",
+                    "--network=none",
+                    "--progress=plain",
+                    "--provenance=false",  # it holds times, and would wrap the image in an index
+                    # Docker's media types: Debian's registry refuses OCI ones to clients that send no Accept header,
+                    # and enroot is one. Time stamps are rewritten, so that the same inputs give the same digest.
+                    # The fastest gzip: the squashfs, not these layers, is what gets compressed well.
+                    "--output=type=oci,tar=false,rewrite-timestamp=true,oci-mediatypes=false,compression=gzip,"
+                    f"compression-level=1,dest={part}",
+                    ".",
+                ),
+                cwd=REPO,
+                env={**docker.env, "SOURCE_DATE_EPOCH": str(epoch)},
+                log=log,
+                hint=f"the whole log is {log}",
+            )
+            step.note(size_text(tree_size(part)))
+        earlier = target.folder / ".oci.old"
+        shutil.rmtree(earlier, ignore_errors=True)
+        if target.oci.exists():
+            target.oci.rename(earlier)
+        part.rename(target.oci)
+        shutil.rmtree(earlier, ignore_errors=True)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _input_hashes(inputs: Manifest) -> dict[str, str]:
+    hashes = dict(inputs.locks)
+    hashes["base"] = inputs.base_sha256 or str(inputs.base.image).rpartition("sha256:")[2]
+    hashes.update({source: _tree_sha256(REPO / source) for source in _SOURCES})
+    return hashes
+
+
+def _key(profile: str, with_dynamo: bool, hashes: dict[str, str]) -> str:
+    parts = {"profile": profile, "dynamo": with_dynamo, "epoch": read_bases().source_date_epoch, "inputs": hashes}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _tree_sha256(root: Path) -> str:
+    """Hash over names, modes and contents of a file or of all files below a folder, build leftovers aside."""
+    digest = hashlib.sha256()
+    for path in _files(root):
+        mode = "x" if os.access(path, os.X_OK) else "-"
+        digest.update(f"{path.relative_to(root)}\0{mode}\0{sha256_of(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _files(root: Path) -> Iterator[Path]:
+    if root.is_file():
+        yield root
+        return
+    if not root.exists():
+        raise KitError(f"{root} is missing", "check out the whole repository")
+    for path in sorted(root.rglob("*")):
+        inside = path.relative_to(root).parts
+        if path.is_file() and not _NOT_SOURCES & set(inside) and not any(p.endswith(".egg-info") for p in inside):
+            yield path

@@ -1,0 +1,51 @@
+"""Copy an image's bytes to a registry, and believe only the digest that the registry answers with."""
+
+from __future__ import annotations
+
+import os
+
+from kit.command import run
+from kit.errors import KitError
+from kit.image import read_layout
+from kit.layout import release
+from kit.record import PushSection, add_section, read_record
+from kit.services import registry
+from kit.steps import complete_step, say
+
+
+def push_image(name: str, reference: str = "") -> PushSection:
+    """Push `dist/NAME/oci` to `reference` (registry/repository:tag), or to REGISTRY, or to our own registry."""
+    target = release(name)
+    record = read_record(target.record)
+    _, descriptor = read_layout(target.oci)
+    if descriptor["digest"] != record.image.digest:
+        raise KitError(
+            f"{target.oci} holds {descriptor['digest']}, but the record says {record.image.digest}",
+            f"remove {target.folder} and make the image again",
+        )
+    reference = reference.removeprefix("docker://") or f"{os.environ.get('REGISTRY') or registry()}/nemo-rl:{name}"
+    # Plain HTTP only ever on this machine's loopback.
+    local = reference.startswith(("127.0.0.1:", "localhost:"))
+    with complete_step(f"Push to {reference}") as step:
+        run(
+            [
+                "skopeo",
+                "copy",
+                "--quiet",
+                "--preserve-digests",
+                *(["--dest-tls-verify=false"] if local else []),
+                f"oci:{target.oci}",
+                f"docker://{reference}",
+            ],
+            hint="check the address, that the registry is up, and `skopeo login`",
+        )
+        inspect = ["skopeo", "inspect", *(["--tls-verify=false"] if local else []), "--format={{.Digest}}"]
+        there = run([*inspect, f"docker://{reference}"]).stdout.strip()
+        if there != record.image.digest:
+            raise KitError(f"{reference} answers {there}, not {record.image.digest}", "push again; the tag was moved")
+        step.note(there)
+    section = PushSection(reference=reference, digest=there)
+    add_section(target.record, section, replace=True)
+    if not os.environ.get("REGISTRY") and reference.startswith("127.0.0.1:"):
+        say("the registry keeps running until ./build.py services stop")
+    return section
