@@ -19,7 +19,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: the kit's environment is missing ({error.name}): run `make env` in {_VENV.parent}")
 
-from kit.errors import KitError  # noqa: E402
+from kit.errors import Interrupted, KitError  # noqa: E402
 
 app = typer.Typer(
     help=__doc__,
@@ -29,6 +29,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
+
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Profile = Annotated[str, typer.Option(envvar="PROFILE", help="Which locked set: cpu or cuda.")]
 Name = Annotated[str, typer.Option(envvar="NAME", help="The release's folder: dist/NAME.")]
@@ -184,12 +186,16 @@ def _answer(text: str, json: bool) -> None:
         print(text)
 
 
-def _end_on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    for number in INTERRUPTS:  # an impatient second one must not cut the clean-up short
+        signal.signal(number, lambda *_: None)
+    raise Interrupted
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, _end_on_sigterm)
+    for number in INTERRUPTS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup, and shells for what they start in the background
+            signal.signal(number, _interrupt)
     command = typer.main.get_command(app)
     try:
         status = command.main(standalone_mode=False, prog_name="build.py")
@@ -200,7 +206,7 @@ def main() -> int:
         _complain(str(error))
         _debug_traceback()
         return error.status
-    except (KeyboardInterrupt, typer.Abort):
+    except (Interrupted, typer.Abort):
         _complain("interrupted; earlier artifacts are as they were")
         return 1
     except Exception as error:

@@ -24,6 +24,13 @@ class KitError(Exception):
         return " ".join(text.split())
 
 
+class Interrupted(BaseException):
+    """Ctrl-C, SIGTERM or SIGHUP: unwinds everything, so that nothing stays behind.
+
+    Not a KeyboardInterrupt, which typer would turn into an exit status of its own without a word.
+    """
+
+
 class UsageError(KitError):
     """The command line or an input file is wrong; nothing was started."""
 

@@ -105,7 +105,13 @@ def write_layout(
         "schemaVersion": 2,
         "mediaType": manifest_type,
         "config": blob(json.dumps(image_config).encode(), DOCKER_CONFIG if docker else f"{OCI[0]}.config.v1+json"),
-        "layers": [blob(gzip.compress(tar, 1, mtime=0), DOCKER_LAYER if docker else OCI[1]) for tar in tars],
+        "layers": [
+            blob(
+                gzip.compress(tar, compresslevel=0 if len(tar) > 10_000_000 else 1, mtime=0),
+                DOCKER_LAYER if docker else OCI[1],
+            )
+            for tar in tars
+        ],
     }
     descriptor = blob(json.dumps(manifest).encode(), manifest_type)
     (root / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
