@@ -87,7 +87,7 @@ def enter_root(spec: Spec) -> None:
         devices = sorted(str(path) for path in Path("/dev").iterdir() if DEVICES.fullmatch(path.name))
         binds = [Mount(source=device, target=device, read_only=False) for device in devices]
         if spec["interactive"]:
-            binds.append(Mount(source="/proc/self/fd/0", target="/dev/console", read_only=False))
+            binds.append(Mount(source=os.ttyname(0), target="/dev/console", read_only=False))
         if spec["host_network"]:
             binds.append(Mount(source="/sys", target="/sys", read_only=True))
         if Path("/sys/fs/cgroup").is_dir():

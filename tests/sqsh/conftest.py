@@ -33,14 +33,15 @@ class Kit:
     def argv(self, *words: str | Path) -> list[str]:
         return [sys.executable, str(self.root / "build.py"), *map(str, words)]
 
-    def start(self, *words: str | Path, **options: Any) -> subprocess.Popen[str]:
+    def start(self, *words: str | Path, **options: Any) -> subprocess.Popen[Any]:
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        return subprocess.Popen(self.argv(*words), env=self.env, text=True, **{**streams, **options})
+        streams["text"] = True
+        return subprocess.Popen(self.argv(*words), env=self.env, **{**streams, **options})
 
     def __call__(self, *words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-        process = self.start(*words, **options)
+        process = self.start(*words, text=False, **options)  # decoded here, as text mode would change line ends
         out, err = process.communicate(timeout=120)
-        return subprocess.CompletedProcess(words, process.returncode, out, err)
+        return subprocess.CompletedProcess(words, process.returncode, out.decode(), err.decode())
 
     def release(self, name: str, layers: Sequence[Sequence[Entry]], config: Mapping[str, Any] | None = None) -> str:
         """An image with its record in dist/NAME, as the image station leaves them."""
@@ -84,21 +85,21 @@ def convert_layout(layout: Path, out: Path) -> Path:
     return out
 
 
-def mounts_and_loops() -> tuple[list[str], str]:
-    mounts = [line.split(" - ")[1] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    mine = sorted(line for line in mounts if line.split()[0] in ("squashfs", "overlay"))
-    loops = subprocess.run(
-        ["losetup", "--list", "--noheadings", "--output", "BACK-FILE"], capture_output=True, text=True
-    )
-    return mine, "\n".join(line for line in loops.stdout.splitlines() if "pytest" in line)
-
-
 @pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """Whatever the test did, no mount and no loop device of it is there a moment later."""
-    before = mounts_and_loops()
+def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Whatever the test did, a moment later no mount and no loop device of it is there."""
+    ours = str(tmp_path_factory.getbasetemp())
     yield
     deadline = time.monotonic() + 5
-    while mounts_and_loops() != before and time.monotonic() < deadline:
+    while left_behind(ours) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert mounts_and_loops() == before
+    assert left_behind(ours) == []
+
+
+def left_behind(folder: str) -> list[str]:
+    """Our mounts of a container, and whatever loop device or mount lies on a file in `folder`."""
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    loops = subprocess.run(
+        ["losetup", "--list", "--noheadings", "--output", "NAME,BACK-FILE"], capture_output=True, text=True
+    )
+    return [line for line in (*mounts, *loops.stdout.splitlines()) if folder in line or "lowerdir=lower," in line]
