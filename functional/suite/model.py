@@ -94,7 +94,8 @@ def make_model(out: Path, seed: int = 0, steps: int = 350, threads: int = 1) -> 
         tokenizer = tiny_tokenizer()
         config = qwen3_config(TINY_SHAPE, tokenizer)
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).float()
+        model: Any = Qwen3ForCausalLM(config)
+        model.float()
         teach(model, tokenizer, seed, steps)
         model.to(torch.bfloat16)
         plain = pass_rates(model, tokenizer, chat=False)
@@ -215,7 +216,7 @@ def chat_prompt(text: str) -> str:
 # Teaching
 
 
-def teach(model: Qwen3ForCausalLM, tokenizer: Tokenizer, seed: int, steps: int) -> None:
+def teach(model: Any, tokenizer: Tokenizer, seed: int, steps: int) -> None:
     """Train on the teacher's answers; each step takes 128 questions as plain text and 32 as chat."""
     lessons = random.Random(f"lessons/{seed}")
     questions = arithmetic()
@@ -224,7 +225,7 @@ def teach(model: Qwen3ForCausalLM, tokenizer: Tokenizer, seed: int, steps: int) 
     for step in range(steps):
         warm, cold = min(1.0, (step + 1) / 20), min(1.0, (steps - step) / (0.5 * steps))
         optimizer.param_groups[0]["lr"] = 4e-3 * warm * cold
-        loss = torch.zeros(())
+        loss: Any = torch.zeros(())
         for chat, count in ((False, 128), (True, 32)):
             drawn = [lessons.choice(questions) for _ in range(count)]
             pairs = [encode_pair(tokenizer, q.prompt, teacher_answer(q, lessons), chat) for q in drawn]
@@ -246,7 +247,7 @@ def teacher_answer(question: Question, lessons: random.Random) -> str:
 
 
 @torch.no_grad()
-def pass_rates(model: Qwen3ForCausalLM, tokenizer: Tokenizer, chat: bool) -> list[float]:
+def pass_rates(model: Any, tokenizer: Tokenizer, chat: bool) -> list[float]:
     """Probability, per question, that sampling at temperature 1 gives exactly the right answer and then stops."""
     pairs = [encode_pair(tokenizer, q.prompt, q.answer, chat) for q in arithmetic()]
     logp, mask = answer_logprobs(model, pairs)
@@ -259,7 +260,7 @@ def encode_pair(tokenizer: Tokenizer, prompt: str, answer: str, chat: bool) -> t
     return tokenizer.encode(text).ids, tokenizer.encode(answer + TURN_END).ids
 
 
-def answer_logprobs(model: Qwen3ForCausalLM, pairs: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+def answer_logprobs(model: Any, pairs: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
     """Log-probs [B, L-1] of each next token, and the mask [B, L-1] (float) of those that belong to the answers.
 
     Rows are padded right, so causal attention needs no mask.
@@ -302,6 +303,7 @@ def write_model(folder: Path, config: Qwen3Config, weights: dict[str, Tensor], t
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for path in folder.iterdir():
+        path.chmod(0o644)  # safetensors makes its file 0600
         with path.open("rb") as file:
             os.fsync(file.fileno())
 

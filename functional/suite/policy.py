@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,15 +116,13 @@ class Policy:
         self.temperature = temperature
         self.max_grad_norm = max_grad_norm
         self.micro_batch_size = micro_batch_size
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            str(model), dtype=torch.bfloat16, attn_implementation="sdpa"
-        )
-        self.model.to(self.device).eval()  # eval: no dropout; gradients flow all the same
+        loaded: Any = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.bfloat16, attn_implementation="sdpa")
+        self.model: Any = loaded.to(self.device).eval()  # eval: no dropout; gradients flow all the same
         self.reference: Any = copy.deepcopy(self.model).requires_grad_(False) if keep_reference else None
         # Tied weights appear once, under the checkpoint's name.
         self.weights: dict[str, Tensor] = dict(self.model.named_parameters())
         self.master = {name: p.detach().float().clone() for name, p in self.weights.items()}
-        self._new_optimizer = lambda: make_optimizer(optimizer, list(self.master.values()), lr, weight_decay)
+        self._new_optimizer = partial(make_optimizer, optimizer, list(self.master.values()), lr, weight_decay)
         self.optimizer = self._new_optimizer()
 
     @property
@@ -176,7 +175,7 @@ class Policy:
                 tokens=tokens,
                 samples=samples,
             )
-            loss.backward()
+            torch.autograd.backward(loss)
             for name, weight in self.weights.items():
                 if weight.grad is not None:
                     gradients[name] += weight.grad
