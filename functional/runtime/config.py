@@ -68,14 +68,17 @@ class GenerationConfig(Section):
 
 
 class OptimizerConfig(Section):
+    name: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(gt=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
 
 
 class PolicyConfig(Section):
     """`policy`: `model_name` is a local directory, a hub name, `builtin:arithmetic`, or `builtin:random-0.6b`."""
 
     model_name: str
+    max_grad_norm: float = Field(1.0, gt=0)
+    micro_batch_size: int | None = Field(None, ge=1)
     optimizer: OptimizerConfig
     generation: GenerationConfig
 
@@ -94,7 +97,7 @@ class LossConfig(Section):
 
     ratio_clip_min: float = Field(0.2, ge=0)
     ratio_clip_max: float = Field(0.2, ge=0)
-    reference_policy_kl_penalty: Literal[0.0] = 0.0
+    reference_policy_kl_penalty: float = Field(0.0, ge=0)
     use_importance_sampling_correction: bool = True
     truncated_importance_sampling_ratio: float | None = Field(2.0, gt=0)
     token_level_loss: bool = True
@@ -110,7 +113,7 @@ class ClusterConfig(Section):
 
 
 class DataConfig(Section):
-    """`data`: `arithmetic`, `token-set` (rewards the share of completion tokens in a fixed set), or a local JSONL."""
+    """`data`: `arithmetic`, `token_set` (rewards the share of completion tokens in a fixed set), or a local JSONL."""
 
     dataset_name: str = "arithmetic"
 

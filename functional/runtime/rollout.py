@@ -28,6 +28,7 @@ class Sampling:
     max_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ class RolloutClient:
             "n": 1,
             "nvext": nvext,
         }
+        if sampling.ignore_eos:
+            body["ignore_eos"] = True
         if sampling.stop_token_ids:
             body["stop_token_ids"] = list(sampling.stop_token_ids)
         sent_at = time.time()

@@ -64,6 +64,7 @@ class Sender:
             self._group = group
             if self._aborted is not None:
                 group.abort(self._aborted)
+        group.form(self._timeout_s)
 
     def send(
         self, named: Iterable[tuple[str, Tensor]], packed: bool = True, info: dict[str, Any] | None = None
@@ -92,7 +93,7 @@ class Sender:
                 self._group.abort(reason)
 
     def close(self) -> None:
-        """Let the group and the rendezvous go. Harmless when repeated."""
+        """Let the group and the rendezvous go, once the workers' update calls have returned. Harmless when repeated."""
         if self._group is not None:
             self._group.close()
         self._group = None
@@ -100,8 +101,8 @@ class Sender:
 
     def _new_group(self, rendezvous: Rendezvous, world_size: int) -> Group:
         if self._cpu:
-            return GlooGroup(rendezvous.store, 0, world_size, rendezvous.address, self._timeout_s)
-        return NcclGroup(rendezvous.store, 0, world_size, self._device, self._timeout_s)
+            return GlooGroup(rendezvous.store, 0, world_size, rendezvous.address)
+        return NcclGroup(rendezvous.store, 0, world_size, self._device)
 
 
 def make_sender(backend: str, device: torch.device | str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Sender:

@@ -52,7 +52,8 @@ def advantages(
     """
     if rewards.ndim != 2:
         raise ValueError(f"rewards must have shape [prompts, generations], not {list(rewards.shape)}")
-    rewards = rewards.float()
+    # Taken from the group's first reward, equal rewards are exactly zero: no rounding poses as an advantage.
+    rewards = rewards.float() - rewards[:, :1].float()
     n = rewards.shape[1]
     if n == 1:
         return torch.zeros_like(rewards)

@@ -1,0 +1,71 @@
+"""One record a rollout, appended to a JSON Lines file as it becomes known; a torn last line is tolerated on reading."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+
+@dataclass(frozen=True)
+class RolloutRecord:
+    """Everything that identifies one sample. Log-probs in nats, times in seconds since the epoch.
+
+    policy_version: the version whose weights made it; request_id and instance_id join it to Dynamo's logs.
+    """
+
+    run: str
+    step: int
+    group: int
+    rollout: int
+    attempt: int
+    policy_version: int
+    request_id: str
+    instance_id: int | None
+    sent_at: float
+    answered_at: float
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    reward: float | None
+    advantage: float | None
+    accepted: bool
+    reason: str | None
+
+
+class RecordWriter:
+    """Appends records; each is on the disk (fsync) before `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+
+    def write(self, records: list[RolloutRecord]) -> None:
+        self._file.write("".join(json.dumps(asdict(record)) + "\n" for record in records))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> "RecordWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All whole records of the file. Raises ValueError for a broken line that is not the last."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}:{number}: broken record: {error}") from error
+    return records

@@ -1,0 +1,112 @@
+"""`functional`: what the image can do from its command line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from functional.runtime import guard
+from functional.runtime.config import load_recipe
+from functional.runtime.errors import RuntimeFault
+from functional.suite.cluster import ray_environment
+
+GRACE_S = 60.0
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Managed Dynamo generation, and its proof."
+)
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe, for example recipes/grpo_cpu.yaml.")]
+OverridesArgument = Annotated[list[str] | None, typer.Argument(metavar="[key=value …]", help="Keys to override.")]
+
+
+@app.command()
+def run(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for the report, records and logs.")] = Path("functional-out"),
+) -> None:
+    """Run the recipe and check everything about it.
+
+    Example: functional run recipes/grpo_cpu.yaml grpo.max_num_steps=3 --out /tmp/run
+    """
+    command = [sys.executable, "-m", "functional.suite.driver", str(recipe), str(out.resolve()), *(overrides or [])]
+    raise typer.Exit(run_guarded(command))
+
+
+@app.command()
+def config(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
+) -> None:
+    """Validate a recipe and show what it resolves to.
+
+    Example: functional config recipes/grpo_cpu.yaml policy.optimizer.lr=1e-4
+    """
+    resolved = load_recipe(recipe, overrides).model_dump(mode="json")
+    if as_json:
+        typer.echo(json.dumps(resolved, indent=2))
+    else:
+        from omegaconf import OmegaConf
+
+        typer.echo(OmegaConf.to_yaml(OmegaConf.create(resolved)), nl=False)
+
+
+@app.command("make-model")
+def make_model_command(
+    out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],
+    seed: Annotated[int, typer.Option(help="Seed of the weights and lessons.")] = 0,
+    shape: Annotated[str, typer.Option(help="tiny (taught arithmetic), or Qwen3-0.6B (random weights).")] = "tiny",
+) -> None:
+    """Make a small Qwen3 with its tokenizer, the same bytes each time.
+
+    Example: functional make-model /tmp/tiny
+    """
+    from functional.suite.model import make_model, random_model
+
+    try:
+        summary = make_model(out, seed) if shape == "tiny" else random_model(out, shape, seed)
+    except (FileExistsError, ValueError) as error:
+        raise RuntimeFault(str(error)) from error
+    typer.echo(json.dumps(asdict(summary), indent=2))
+
+
+def run_guarded(command: list[str]) -> int:
+    """Run `command` so that nothing of it outlives this process; SIGINT, SIGTERM and SIGHUP reach it as SIGTERM."""
+    read_end, write_end = os.pipe()
+    os.set_inheritable(read_end, True)
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-E", guard.__file__, str(read_end), str(GRACE_S), *command],
+        env=os.environ | ray_environment(),
+        pass_fds=(read_end,),
+        start_new_session=True,
+    )
+    os.close(read_end)
+
+    def forward(_signum: int, _frame: Any) -> None:
+        process.send_signal(signal.SIGTERM)
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, forward)
+    status = process.wait()
+    os.close(write_end)
+    return status
+
+
+def main() -> None:
+    """Entry point: one line for an error the user can act on."""
+    try:
+        app()
+    except RuntimeFault as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Ray for one run: a local cluster with its own folder, and one placement group per device."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from functional.runtime.config import Recipe
+from functional.runtime.errors import RuntimeFault
+
+OBJECT_STORE_BYTES = 200 * 1024 * 1024
+
+
+def ray_environment() -> dict[str, str]:
+    """Variables a driver needs from its start on: Ray reads some of them when it is imported."""
+    return {
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else workers start by `uv run` again
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": "120",  # 30 s are too few on a busy two-core machine
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray leaves one in the home folder
+    }
+
+
+@contextmanager
+def local_ray(run_dir: Path, recipe: Recipe, address: str) -> Iterator[None]:
+    """A Ray cluster of this machine alone. On CPU, and where one GPU is shared, Ray's GPUs are virtual devices."""
+    import ray
+
+    devices = recipe.cluster.gpus_per_node * recipe.cluster.num_nodes
+    ray.init(
+        address="local",
+        num_cpus=max(2, os.cpu_count() or 2),
+        num_gpus=devices,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=str(run_dir / "ray"),
+        _node_ip_address=address,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def reserve(count: int) -> list[Any]:
+    """`count` placement groups of one device each. Raises RuntimeFault when Ray cannot place them."""
+    from ray.util.placement_group import placement_group
+
+    groups = [placement_group([{"GPU": 1}]) for _ in range(count)]
+    for index, group in enumerate(groups):
+        if not group.wait(30):
+            raise RuntimeFault(f"Ray cannot place device {index + 1} of {count}: see cluster.gpus_per_node")
+    return groups

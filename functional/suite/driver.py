@@ -1,0 +1,343 @@
+"""One run of the suite: bring the fleet up, sync, train the recipe's steps, check everything, take it all down, report.
+
+    python -m functional.suite.driver RECIPE OUT [key=value …]
+
+`functional run` starts this under a guard, so that nothing of a run outlives it.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from functional.runtime.config import Recipe, load_recipe
+from functional.runtime.errors import ConfigError, RuntimeFault
+from functional.runtime.fleet import Fleet, FleetSettings, Worker, new_namespace
+from functional.runtime.paths import find_programs
+from functional.runtime.records import RecordWriter, RolloutRecord
+from functional.runtime.refit import FleetRefit, RefitResult
+from functional.runtime.rollout import AdmissionGate, Completion, RolloutClient, Sampling
+from functional.suite import verdicts
+from functional.suite.checks import Checklist
+from functional.suite.cluster import local_ray, reserve
+from functional.suite.leftovers import find_leftovers
+from functional.suite.models import find_model
+from functional.suite.report import write_atomically, write_report
+from functional.suite.versions import read_versions
+
+ADDRESS = "127.0.0.1"
+WATCH_INTERVAL_S = 0.5
+PROBE_TOKENS = 24
+
+
+class Interrupted(RuntimeFault):
+    """The run was told to stop."""
+
+
+def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
+    """Run the recipe and write `out`/report.json, junit.xml, rollouts.jsonl and logs/. Returns 0, 1, or 2 for bad input."""
+    try:
+        recipe = load_recipe(recipe_path, overrides)
+        programs = find_programs()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    out.mkdir(parents=True, exist_ok=True)
+    log_dir = out / "logs"
+    shutil.rmtree(log_dir, ignore_errors=True)
+    log_dir.mkdir()
+    for stale in ("report.json", "junit.xml", "rollouts.jsonl", "processes.json"):
+        (out / stale).unlink(missing_ok=True)
+    run_dir = Path(tempfile.mkdtemp(prefix="rl", dir="/tmp"))  # short: socket paths hold at most 107 bytes
+    session = Session(recipe, out, run_dir)
+    session.report |= {"recipe": recipe.model_dump(mode="json"), "versions": read_versions(programs)}
+    error: str | None = None
+    try:
+        session.run(programs)
+    except KeyboardInterrupt:
+        error = "interrupted"
+    except RuntimeFault as fault:
+        error = str(fault)
+    except Exception as unexpected:
+        (log_dir / "driver.log").write_text(traceback.format_exc(), encoding="utf-8")
+        error = f"{type(unexpected).__name__}: {' '.join(str(unexpected).split())[:500]} (traceback in {log_dir}/driver.log)"
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end below is bounded, and must not be cut short
+        session.say("taking the run down")
+        session.close()
+    shutil.rmtree(run_dir, ignore_errors=True)
+    leftovers = find_leftovers(run_dir, session.ports)
+    session.checks.add(
+        "teardown.nothing_left", not leftovers, "; ".join(leftovers) or "no process, port or folder of the run is left"
+    )
+    session.report["seconds"] = time.monotonic() - session.began
+    write_report(out, session.report, session.checks.checks, error)
+    return session.summarize(error)
+
+
+class Session:
+    """State of one run: what is up, what was seen."""
+
+    def __init__(self, recipe: Recipe, out: Path, run_dir: Path) -> None:
+        self.recipe = recipe
+        self.out = out
+        self.run_dir = run_dir
+        self.began = time.monotonic()
+        self.checks = Checklist()
+        self.ports: list[int] = []
+        self.report: dict[str, Any] = {"phases": {}, "refits": [], "steps": []}
+        self._stack = ExitStack()
+
+    def say(self, what: str) -> None:
+        """One line of progress with the seconds since the start."""
+        print(f"[{time.monotonic() - self.began:6.1f} s] {what}", flush=True)
+
+    def close(self) -> None:
+        """End everything that was started, last first; a failing step does not keep the others from running."""
+        try:
+            self._stack.close()
+        except Exception:
+            (self.out / "logs" / "teardown.log").write_text(traceback.format_exc(), encoding="utf-8")
+            self.checks.add("teardown.orderly", False, "shutdown raised, see logs/teardown.log")
+
+    def run(self, programs: Any) -> None:
+        """Everything between start and teardown."""
+        recipe, generation = self.recipe, self.recipe.policy.generation
+        model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
+        self._phase("ray", lambda: self._stack.enter_context(local_ray(self.run_dir, recipe, ADDRESS)))
+        signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set its own
+
+        import ray
+
+        from functional.suite.trainer import RemoteWeights, Trainer
+
+        placements = reserve(1 + recipe.num_engines)
+        trainer = Trainer.options(placement_group=placements[0]).remote(recipe, model_dir)  # type: ignore[attr-defined]
+        self._stack.callback(ray.kill, trainer)
+        settings = FleetSettings(
+            namespace=new_namespace(),
+            generation=generation,
+            model_dir=model_dir,
+            run_dir=self.run_dir,
+            log_dir=(self.out / "logs").resolve(),
+            device=recipe.cluster.device,
+            programs=programs,
+            address=ADDRESS,
+            share_gpu=recipe.cluster.share_gpu,
+        )
+        fleet = Fleet(settings, placements[1:], self.say)
+        self._stack.callback(fleet.shutdown)
+        self._stack.callback(lambda: self.ports.extend(fleet.listening_ports()))
+        self._phase("fleet", fleet.start)
+        self.report["fleet_phases"] = fleet.phases
+        self.report["topology"] = {
+            "workers": {worker.index: worker.instance_id for worker in fleet.workers},
+            "device": recipe.cluster.device,
+            "share_gpu": recipe.cluster.share_gpu,
+            "note": "TEST TOPOLOGY: trainer and worker share one GPU" if recipe.cluster.share_gpu else "",
+        }
+        parameters = self._phase("trainer", lambda: watched(fleet, trainer.ready.remote()))
+        self.report["parameters"] = parameters
+        pids = fleet.pids() | {"driver": [os.getpid()]}
+        write_atomically(self.out / "processes.json", json.dumps(pids, indent=2) + "\n")
+        weights = RemoteWeights(trainer, generation.dynamo_cfg.control_timeout_s)
+        self._train(fleet, trainer, weights, model_dir)
+
+    def _phase(self, name: str, action: Any) -> Any:
+        began = time.monotonic()
+        result = action()
+        self.report["phases"][name] = time.monotonic() - began
+        self.say(f"{name} ready in {self.report['phases'][name]:.1f} s")
+        return result
+
+    def _train(self, fleet: Fleet, trainer: Any, weights: Any, model_dir: Path) -> None:
+        from transformers import AutoTokenizer
+
+        from functional.suite.tasks import make_task
+
+        recipe, generation = self.recipe, self.recipe.policy.generation
+        tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
+        task = make_task(recipe.data.dataset_name, tokenizer, recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
+        model_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        gate = AdmissionGate()
+        client = RolloutClient(
+            fleet.frontend.url,
+            gate,
+            model_config["vocab_size"],
+            generation.vllm_cfg.max_model_len,
+            generation.dynamo_cfg.request_timeout_s,
+        )
+        sampling = Sampling(generation.max_new_tokens, generation.temperature)
+        probe_prompt = probe_tokens(task.prompts(0), generation.vllm_cfg.block_size)
+
+        probe_sampling = Sampling(PROBE_TOKENS, generation.temperature, ignore_eos=True)
+
+        def probe(worker: Worker) -> Completion:
+            return asyncio.run(client.complete_on(worker.instance_id, probe_prompt, probe_sampling))
+
+        refit = FleetRefit(
+            fleet.workers,
+            weights,
+            gate,
+            probe,
+            address=ADDRESS,
+            timeout_s=generation.dynamo_cfg.control_timeout_s,
+            noise=recipe.checks.logprob_noise,
+        )
+        records = self._stack.enter_context(RecordWriter(self.out / "rollouts.jsonl"))
+        self._refit(fleet, refit, 0)
+        for step in range(1, recipe.grpo.max_num_steps + 1):
+            batch = self._rollouts(fleet, client, sampling, task, step, records)
+            metrics = watched(fleet, trainer.train.remote(batch.samples()))
+            self.report["steps"].append(asdict_step(step, batch, metrics))
+            verdicts.check_step(self.checks, step, batch, metrics, recipe.checks)
+            self.say(f"step {step}: reward {batch.mean_reward:.3f}, " + verdicts.describe_step(metrics))
+            verdicts.check_stale_refused(self.checks, step, refit)
+            self._refit(fleet, refit, step)
+        final = self._generate(fleet, client, [p.token_ids for p in task.prompts(recipe.grpo.max_num_steps + 1)], sampling)
+        verdicts.check_post_update(self.checks, final, refit.version)
+        verdicts.check_cache_events(self.checks, fleet)
+        fleet.check_membership()
+        self._keep_metrics(fleet)
+
+    def _keep_metrics(self, fleet: Fleet) -> None:
+        logs = self.out / "logs"
+        (logs / "frontend.prom").write_text(fleet.frontend.metrics(), encoding="utf-8")
+        for worker in fleet.workers:
+            (logs / f"worker-{worker.index}.prom").write_text(worker.control.metrics(), encoding="utf-8")
+
+    def _refit(self, fleet: Fleet, refit: FleetRefit, version: int) -> None:
+        fleet.check_membership()
+        cleared = verdicts.cleared_events(fleet)
+        try:
+            result: RefitResult = refit.update(version)
+        except RuntimeFault:
+            fleet.check()  # a dead process is the first cause
+            raise
+        self.report["refits"].append(asdict(result))
+        verdicts.check_refit(self.checks, result, fleet, cleared)
+        phases = ", ".join(f"{name} {seconds * 1000:.0f}" for name, seconds in result.phases.items())
+        self.say(f"policy version {version} on every worker in {result.total_s:.2f} s (ms: {phases})")
+
+    def _generate(
+        self, fleet: Fleet, client: RolloutClient, prompts: list[tuple[int, ...]], sampling: Sampling
+    ) -> list[Completion]:
+        async def under_watch() -> list[Completion]:
+            rollouts = asyncio.ensure_future(client.complete_all(prompts, sampling))
+            try:
+                while not rollouts.done():
+                    await asyncio.wait({rollouts}, timeout=WATCH_INTERVAL_S)
+                    await asyncio.to_thread(fleet.check)
+            finally:
+                rollouts.cancel()
+            return await rollouts
+
+        try:
+            return asyncio.run(under_watch())
+        except RuntimeFault:
+            _recheck(fleet)
+            raise
+
+    def _rollouts(
+        self, fleet: Fleet, client: RolloutClient, sampling: Sampling, task: Any, step: int, records: RecordWriter
+    ) -> verdicts.RolloutBatch:
+        prompts = task.prompts(step)
+        generations = self.recipe.grpo.num_generations_per_prompt
+        flat = [prompt.token_ids for prompt in prompts for _ in range(generations)]
+        self.say(f"step {step}: {len(prompts)} prompts × {generations} generations")
+        completions = self._generate(fleet, client, flat, sampling)
+        batch = verdicts.score(prompts, completions, task, self.recipe.grpo)
+        records.write(
+            [
+                RolloutRecord(
+                    run=self.run_dir.name,
+                    step=step,
+                    group=index // generations,
+                    rollout=index,
+                    attempt=1,
+                    policy_version=step - 1,
+                    request_id=completion.request_id,
+                    instance_id=completion.instance_id,
+                    sent_at=completion.sent_at,
+                    answered_at=completion.answered_at,
+                    prompt_token_ids=completion.prompt_token_ids,
+                    token_ids=completion.token_ids,
+                    logprobs=completion.logprobs,
+                    reward=batch.rewards[index],
+                    advantage=batch.advantages[index],
+                    accepted=completion.problem is None,
+                    reason=completion.problem,
+                )
+                for index, completion in enumerate(completions)
+            ]
+        )
+        verdicts.check_rollouts(self.checks, step, batch, fleet.workers, self.recipe.checks)
+        return batch
+
+    def summarize(self, error: str | None) -> int:
+        """Print the outcome; returns the exit status."""
+        failed = [check for check in self.checks.checks if not check.passed]
+        for check in failed:
+            print(f"FAILED {check.name}: {check.detail}", file=sys.stderr)
+        if error is not None:
+            print(f"error: {error}", file=sys.stderr)
+        total = len(self.checks.checks)
+        print(
+            f"{total - len(failed)} of {total} checks passed in {self.report['seconds']:.0f} s; "
+            f"report: {self.out / 'report.json'}"
+        )
+        return 0 if error is None and self.checks.passed else 1
+
+
+def watched(fleet: Fleet, reference: Any) -> Any:
+    """The value of a Ray reference, unless a process of the fleet dies first: then ProcessDied."""
+    import ray
+    from ray.exceptions import RayError
+
+    while not ray.wait([reference], timeout=WATCH_INTERVAL_S)[0]:
+        fleet.check()
+    try:
+        return ray.get(reference)
+    except RayError as error:
+        cause = getattr(error, "cause", None) or error
+        raise RuntimeFault(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:400]}") from error
+
+
+def _recheck(fleet: Fleet, patience_s: float = 3.0) -> None:
+    """After a failed request: give a dying process a moment to be seen, so that it is named as the first cause."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        fleet.check()
+        time.sleep(0.2)
+
+
+def probe_tokens(prompts: list[Any], block_size: int) -> tuple[int, ...]:
+    """A fixed prompt of more than one cache block, made of the task's own prompts so that training moves it."""
+    tokens: list[int] = []
+    while len(tokens) <= 2 * block_size:
+        for prompt in prompts:
+            tokens += prompt.token_ids
+    return tuple(tokens[: 2 * block_size + 1])
+
+
+def asdict_step(step: int, batch: verdicts.RolloutBatch, metrics: dict[str, float]) -> dict[str, Any]:
+    """A step's figures for the report."""
+    return {"step": step, "samples": len(batch.completions), "mean_reward": batch.mean_reward, **metrics}
+
+
+def _interrupt(signum: int, _frame: Any) -> None:
+    raise Interrupted(f"stopped by {signal.Signals(signum).name}")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)
+    sys.exit(run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

