@@ -1,0 +1,220 @@
+"""GRPO's arithmetic against values worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from functional.suite.grpo import (
+    LossConfig,
+    advantages,
+    all_zero,
+    batch_mean,
+    clipped_loss,
+    importance_weight,
+    kl_estimate,
+    mean_abs_difference,
+    token_mult_prob_error,
+)
+
+pytestmark = pytest.mark.unit
+
+PLAIN = LossConfig(use_importance_sampling_correction=False, truncated_importance_sampling_ratio=None)
+ALL = torch.ones(1, 2, dtype=torch.bool)
+
+
+def row(*values: float) -> torch.Tensor:
+    return torch.tensor([values])
+
+
+def test_advantages_are_the_centred_rewards_over_the_unbiased_deviation():
+    # mean 0.25, deviation sqrt((0.75² + 3·0.25²) / 3) = 0.5
+    assert advantages(row(1, 0, 0, 0))[0].tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+
+
+def test_advantages_without_normalisation():
+    assert advantages(row(1, 0, 0, 0), normalize_rewards=False).tolist() == [[0.75, -0.25, -0.25, -0.25]]
+
+
+def test_leave_one_out_baseline_is_the_mean_of_the_others():
+    third = 1 / 3
+    got = advantages(row(1, 0, 0, 0), normalize_rewards=False, use_leave_one_out_baseline=True)
+    assert got[0].tolist() == pytest.approx([1, -third, -third, -third])
+
+
+def test_leave_one_out_divides_by_the_others_deviation():
+    # Of 1, 0, 1: the others of the first (0, 1) have mean 0.5 and deviation sqrt(0.5); of the second (1, 1) none.
+    got = advantages(row(1, 0, 1), use_leave_one_out_baseline=True)
+    half = 0.5 / math.sqrt(0.5)
+    assert got[0].tolist() == pytest.approx([half, -1, half], abs=1e-5)
+
+
+def test_groups_do_not_mix():
+    got = advantages(torch.tensor([[1.0, 0.0], [5.0, 5.0]]))
+    assert got[0].tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)], abs=1e-5)
+    assert got[1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1])
+def test_equal_rewards_give_exactly_zero(value):
+    for one_out in (False, True):
+        assert all_zero(advantages(torch.full((3, 7), value), use_leave_one_out_baseline=one_out))
+
+
+def test_a_group_of_one_gets_zero():
+    assert all_zero(advantages(torch.tensor([[1.0], [0.0]])))
+    assert not all_zero(advantages(row(1, 0)))
+
+
+def test_advantages_want_groups():
+    with pytest.raises(ValueError, match="prompts, generations"):
+        advantages(torch.ones(4))
+
+
+def test_first_step_loss_is_minus_the_mean_advantage():
+    logp = row(-1.0, -2.0)
+    loss, metrics = clipped_loss(logp, logp, logp, torch.tensor([0.7]), ALL, PLAIN)
+    assert loss.item() == pytest.approx(-0.7)
+    assert metrics["ratio"] == 1
+    assert metrics["clip_fraction"] == metrics["approx_kl"] == 0
+    assert metrics["token_mult_prob_error"] == 1
+
+
+def test_gradient_of_the_first_step_is_minus_advantage_over_tokens():
+    logp = row(-1.0, -2.0).requires_grad_()
+    loss, _ = clipped_loss(logp, logp.detach(), logp.detach(), torch.tensor([0.7]), ALL, PLAIN)
+    loss.backward()
+    assert logp.grad is not None
+    assert logp.grad[0].tolist() == pytest.approx([-0.35, -0.35])
+
+
+def test_clipping_cuts_only_the_side_that_would_gain():
+    old = row(0.0, 0.0) - 2
+    logp = old + row(math.log(1.5), math.log(0.5))
+    gain, up = clipped_loss(logp, old, old, torch.tensor([1.0]), ALL, PLAIN)
+    assert gain.item() == pytest.approx(-(1.2 + 0.5) / 2)  # 1.5 is cut to 1.2; 0.5 is not: it counts in full
+    loss, down = clipped_loss(logp, old, old, torch.tensor([-1.0]), ALL, PLAIN)
+    assert loss.item() == pytest.approx((1.5 + 0.8) / 2)
+    assert up["clip_fraction"] == down["clip_fraction"] == 0.5
+
+
+def test_clip_bounds_are_apart():
+    old = row(-2.0, -2.0)
+    logp = old + math.log(1.5)
+    loss, _ = clipped_loss(logp, old, old, torch.tensor([1.0]), ALL, LossConfig(ratio_clip_max=0.28))
+    assert loss.item() == pytest.approx(-1.28)
+
+
+def test_a_clipped_token_has_no_gradient():
+    old = row(-2.0, -2.0)
+    logp = (old + row(math.log(1.5), 0.0)).requires_grad_()
+    loss, _ = clipped_loss(logp, old, old, torch.tensor([1.0]), ALL, PLAIN)
+    loss.backward()
+    assert logp.grad is not None
+    assert logp.grad[0].tolist() == pytest.approx([0, -0.5])
+
+
+def test_importance_weight_is_truncated():
+    old, generation = row(-1.0, -1.0), row(-1.0 - math.log(4), -1.0 + math.log(2))
+    assert importance_weight(old, generation, 2.0)[0].tolist() == pytest.approx([2.0, 0.5])
+    assert importance_weight(old, generation, None)[0].tolist() == pytest.approx([4.0, 0.5])
+    config = LossConfig(truncated_importance_sampling_ratio=2.0)
+    loss, metrics = clipped_loss(old, old, generation, torch.tensor([1.0]), ALL, config)
+    assert loss.item() == pytest.approx(-(2.0 + 0.5) / 2)
+    assert metrics["importance_weight"] == pytest.approx(1.25)
+    assert metrics["importance_capped_fraction"] == 0.5
+    assert metrics["token_mult_prob_error"] == pytest.approx((4 + 2) / 2)
+
+
+def test_no_gradient_through_the_importance_weight():
+    logp = row(-1.0, -1.0).requires_grad_()
+    generation = row(-1.5, -1.5)
+    loss, _ = clipped_loss(logp, logp, generation, torch.tensor([1.0]), ALL, LossConfig())
+    loss.backward()  # ratio is exp(logp - logp): no gradient there either
+    assert logp.grad is not None
+    assert logp.grad.abs().sum() == 0
+
+
+def test_token_level_and_sample_level_means():
+    values = torch.tensor([[1.0, 2.0, 3.0], [8.0, 100.0, 100.0]])
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    assert batch_mean(values, mask, True, None, None).item() == pytest.approx(14 / 4)
+    assert batch_mean(values, mask, False, None, None).item() == pytest.approx((2 + 8) / 2)
+
+
+@pytest.mark.parametrize("token_level", [True, False])
+def test_micro_batches_add_up(token_level):
+    torch.manual_seed(0)
+    logp, old, generation = (-torch.rand(4, 5) for _ in range(3))
+    mask = torch.arange(5) < torch.tensor([[5], [1], [3], [2]])
+    advantage = torch.randn(4)
+    config = LossConfig(token_level_loss=token_level)
+    whole, metrics = clipped_loss(logp, old, generation, advantage, mask, config)
+    parts = [
+        clipped_loss(logp[i:j], old[i:j], generation[i:j], advantage[i:j], mask[i:j], config, None, int(mask.sum()), 4)
+        for i, j in ((0, 3), (3, 4))
+    ]
+    assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole.item())
+    for name, value in metrics.items():
+        assert sum(m[name] for _, m in parts) == pytest.approx(value), name
+
+
+def test_padding_is_never_read():
+    mask = torch.tensor([[True, False]])
+    logp = row(-1.0, math.nan).requires_grad_()
+    generation = row(-1.0 - math.log(1.5), -math.inf)
+    loss, metrics = clipped_loss(logp, row(-1.0, math.nan), generation, torch.tensor([2.0]), mask, LossConfig())
+    loss.backward()
+    assert loss.item() == pytest.approx(-3.0)
+    assert logp.grad is not None
+    assert logp.grad[0].tolist() == pytest.approx([-3.0, 0.0])
+    assert metrics["token_mult_prob_error"] == pytest.approx(1.5)
+
+
+def test_a_log_prob_that_is_not_finite_is_refused_where_it_counts():
+    good = row(-1.0, -1.0)
+    with pytest.raises(ValueError, match="generation_logp is not finite"):
+        clipped_loss(good, good, row(-1.0, math.nan), torch.tensor([1.0]), ALL, PLAIN)
+
+
+def test_shapes_are_checked():
+    good = row(-1.0, -1.0)
+    with pytest.raises(ValueError, match=r"mask has shape \[1, 3\]"):
+        clipped_loss(good, good, good, torch.tensor([1.0]), torch.ones(1, 3, dtype=torch.bool), PLAIN)
+
+
+def test_kl_estimate():
+    d = math.log(2)
+    assert kl_estimate(row(-1.0), row(-1.0 + d)).item() == pytest.approx(2 - 1 - d)
+    assert kl_estimate(row(-1.0), row(-1.0)).item() == 0
+
+
+def test_reference_penalty_adds_its_share():
+    logp, d = row(-1.0, -1.0), math.log(2)
+    config = LossConfig(reference_policy_kl_penalty=0.1)
+    loss, metrics = clipped_loss(logp, logp, logp, torch.tensor([1.0]), ALL, config, reference_logp=logp + row(d, 0))
+    kl = (2 - 1 - d) / 2
+    assert metrics["kl_reference"] == pytest.approx(kl)
+    assert loss.item() == pytest.approx(-1 + 0.1 * kl)
+    with pytest.raises(ValueError, match="reference policy"):
+        clipped_loss(logp, logp, logp, torch.tensor([1.0]), ALL, config)
+
+
+def test_token_mult_prob_error_and_mean_difference():
+    mask = torch.tensor([[True, True, False]])
+    train, generation = row(-1.0, -1.0, 5.0), row(-1.0 - math.log(2), -1.0 + math.log(4), -9.0)
+    assert token_mult_prob_error(train, generation, mask).item() == pytest.approx(3.0)
+    assert mean_abs_difference(train, generation, mask).item() == pytest.approx(math.log(8) / 2)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"ratio_clip_min": -0.1},
+        {"truncated_importance_sampling_ratio": 0},
+        {"use_importance_sampling_correction": False},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(bad):
+    with pytest.raises(ValueError, match="loss_fn"):
+        LossConfig(**bad)
