@@ -12,7 +12,7 @@ install_wheel() {
   uv build --quiet --wheel --no-cache --no-build-isolation --python /opt/trainer_venv/bin/python \
     --out-dir /tmp/wheel /tmp/source
   uv pip install --quiet --no-cache --no-index --no-deps --python "/opt/$2/bin/python" /tmp/wheel/*.whl
-  rm -rf /tmp/source /tmp/wheel
+  rm -rf /tmp/source /tmp/wheel /tmp/uv-*.lock
   # uv notes when it saw the wheel; two builds would differ by that alone
   rm -f "/opt/$2"/lib/python3*/site-packages/"$3"-*.dist-info/uv_cache.json
   sed -i '/\/uv_cache.json,/d' "/opt/$2"/lib/python3*/site-packages/"$3"-*.dist-info/RECORD

@@ -156,7 +156,10 @@ def platform_tags(glibc: str) -> list[str]:
     machine = platform.machine()
     newest = int(glibc.split(".")[1])
     older = ("manylinux2014", "manylinux2010", "manylinux1", "linux")
-    return [*(f"manylinux_2_{minor}_{machine}" for minor in range(newest, 4, -1)), *(f"{tag}_{machine}" for tag in older)]
+    return [
+        *(f"manylinux_2_{minor}_{machine}" for minor in range(newest, 4, -1)),
+        *(f"{tag}_{machine}" for tag in older),
+    ]
 
 
 def _make_base(base: Base, epoch: int, tar: Path) -> dict[str, str]:

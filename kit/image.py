@@ -17,7 +17,7 @@ from kit.fetch import Manifest, fetch_inputs
 from kit.files import sha256_of, tree_size
 from kit.layout import REPO, Release, inputs_dir, only_run, release, state_dir
 from kit.record import ImageSection, read_record, start_record
-from kit.services import engine
+from kit.services import content_store, engine
 from kit.steps import complete_step, size_text
 
 # What the Dockerfile takes from the repository; a change in any of it is another image.
@@ -108,11 +108,11 @@ def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, e
                     "--network=none",
                     "--progress=plain",
                     "--provenance=false",  # it holds times, and would wrap the image in an index
-                    # Docker's media types: Debian's registry refuses OCI ones to clients that send no Accept header,
-                    # and enroot is one. Time stamps are rewritten, so that the same inputs give the same digest.
-                    # The fastest gzip: the squashfs, not these layers, is what gets compressed well.
-                    "--output=type=oci,tar=false,rewrite-timestamp=true,oci-mediatypes=false,compression=gzip,"
-                    f"compression-level=1,dest={part}",
+                    # Docker's media types, as Debian's registry refuses OCI ones to clients that send no Accept
+                    # header, and enroot is one. The fastest gzip, as the squashfs, not these layers, is what gets
+                    # compressed well. No rewrite-timestamp: docker/clamp-times.sh does it in the steps themselves.
+                    "--output=type=oci,tar=false,oci-mediatypes=false,compression=gzip,compression-level=1,"
+                    f"dest={part}",
                     ".",
                 ),
                 cwd=REPO,
@@ -120,6 +120,8 @@ def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, e
                 log=log,
                 hint=f"the whole log is {log}",
             )
+            if docker.own:
+                _share_blobs(part, content_store())
             step.note(size_text(tree_size(part)))
         earlier = target.folder / ".oci.old"
         shutil.rmtree(earlier, ignore_errors=True)
@@ -129,6 +131,19 @@ def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, e
         shutil.rmtree(earlier, ignore_errors=True)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _share_blobs(layout: Path, store: Path) -> None:
+    """Where our engine's content store holds the same blob, let the layout's be a hard link to it: one copy on disk."""
+    for path in (layout / "blobs/sha256").iterdir():
+        twin = store / "sha256" / path.name
+        if twin.exists() and twin.stat().st_size == path.stat().st_size:
+            link = path.with_suffix(".link")
+            try:
+                link.hardlink_to(twin)
+            except OSError:  # another file system
+                return
+            link.replace(path)
 
 
 def _input_hashes(inputs: Manifest) -> dict[str, str]:

@@ -99,6 +99,11 @@ def docker_environment() -> dict[str, str]:
     return {**docker.env, "PATH": f"{docker.program.parent}:{os.environ['PATH']}"} if docker.own else {}
 
 
+def content_store() -> Path:
+    """Where our engine keeps its blobs, each under its algorithm and digest."""
+    return state_dir() / "docker/containerd/daemon/io.containerd.content.v1.content/blobs"
+
+
 def stop_engine() -> bool:
     stopped = _ENGINE.stop()
     folder = _run_dir()
