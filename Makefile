@@ -6,7 +6,7 @@ export PROFILE NAME IMAGE REGISTRY KEEP
 
 BUILD = .venv/bin/python build.py
 
-.PHONY: env lock fetch image push sqsh functional verify clean distclean
+.PHONY: env lock fetch image push sqsh functional verify test clean distclean
 
 env: .venv/.installed
 
@@ -33,3 +33,6 @@ functional: env
 
 verify: env
 	@$(BUILD) verify
+
+test: env
+	@ci/test.sh $(PARTS)

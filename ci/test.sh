@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# What `make test` runs, part by part, with the minutes that each took and may take.
+#
+#   ci/test.sh               every part, up to the first that fails
+#   ci/test.sh static unit   these parts
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+all=(static unit squashfs road inside)
+declare -A budget=([static]=2 [unit]=3 [squashfs]=5 [road]=25 [inside]=10)
+build=(.venv/bin/python build.py)
+pytest=(.venv/bin/python -m pytest -q --ignore tests/engine --ignore tests/suite_math)
+summary=()
+
+static() {
+  .venv/bin/python -m ruff check .
+  .venv/bin/python -m ruff format --check .
+  .venv/bin/python -m mypy
+  git ls-files -z -- '*.sh' .ci/run | xargs -0 shellcheck
+}
+
+unit() {
+  "${pytest[@]}" -m 'not sqsh and not image and not road'
+}
+
+squashfs() {
+  "${pytest[@]}" -m sqsh
+}
+
+road() {
+  local station
+  for station in image push sqsh functional verify; do
+    "${build[@]}" "$station"
+  done
+}
+
+inside() {
+  local mounts=(--mount "$PWD/tests:/src/tests:ro" --mount "$PWD/functional:/src/functional:ro")
+  mounts+=(--mount "$PWD/pyproject.toml:/src/pyproject.toml:ro" --mount "$PWD/ci:/src/ci:ro")
+  "${build[@]}" run "${mounts[@]}" --network none -- bash /src/ci/image-tests.sh
+}
+
+main() {
+  local part parts=("${@:-${all[@]}}")
+  for part in "${parts[@]}"; do
+    [ -n "${budget[$part]:-}" ] || { echo "error: there is no part '$part': choose of ${all[*]}" >&2 && exit 2; }
+  done
+  trap finish EXIT
+  for part in "${parts[@]}"; do
+    timed "$part"
+  done
+}
+
+# A part runs in a shell of its own, because `set -e` does not hold in a function whose status is asked for.
+timed() {
+  local started=$SECONDS status=0 took
+  echo "== $1"
+  "$BASH" ci/test.sh "only-$1" || status=$?
+  took=$((SECONDS - started))
+  summary+=("$(printf '%-9s %3d min %02d s of %2d min, status %d' "$1" $((took / 60)) $((took % 60)) "${budget[$1]}" $status)")
+  return $status
+}
+
+finish() {
+  local status=$?
+  [ -n "${KEEP:-}" ] || "${build[@]}" services stop >/dev/null 2>&1 || true
+  printf '%s\n' "" "${summary[@]}"
+  exit $status
+}
+
+case ${1:-} in
+  only-*) "${1#only-}" ;;
+  *) main "$@" ;;
+esac
