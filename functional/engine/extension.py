@@ -94,7 +94,7 @@ def _parameter_proofs(model: nn.Module) -> dict[str, TensorProof]:
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, Tensor]]:
     modules = dict(model.named_modules())
-    found = []
+    found: list[tuple[str, nn.Module, Tensor]] = []
     for name, parameter in model.named_parameters():
         found.append((name, modules[name.rpartition(".")[0]], parameter))
     return found
@@ -111,7 +111,9 @@ def _packing_problems(model: nn.Module, claimed: dict[str, TensorProof]) -> list
             continue
         want = claimed.get(names.get(id(weight), ""))
         if want is not None and packed.sha256 != want.sha256:
-            problems.append(f"{path}: its packed weight differs, sha256 {packed.sha256[:12]}, expected {want.sha256[:12]}")
+            problems.append(
+                f"{path}: its packed weight differs, sha256 {packed.sha256[:12]}, expected {want.sha256[:12]}"
+            )
     return problems
 
 

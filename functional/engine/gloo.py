@@ -3,10 +3,11 @@
 import atexit
 import ctypes
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
 
 from functional.engine.group import Group
 
@@ -31,12 +32,12 @@ class GlooBroadcast:
 class GlooGroup(Group):
     """Listens on `bind` only, the address on the way to rank 0: loopback for a group of one machine."""
 
-    def __init__(self, store: TCPStore, rank: int, world_size: int, bind: str, timeout_s: float) -> None:
+    def __init__(self, store: TCPStore, rank: int, world_size: int, bind: str) -> None:
         _drop_ended()
         self._bind = bind
-        self._gloo: ProcessGroupGloo | None = None
+        self._gloo: Any = None  # torch's stubs know few of its methods
         self._started: list[GlooBroadcast] = []
-        super().__init__(store, rank, world_size, torch.device("cpu"), timeout_s)
+        super().__init__(store, rank, world_size, torch.device("cpu"))
 
     def start(self, buffer: Tensor) -> GlooBroadcast:
         self.check()
@@ -50,10 +51,11 @@ class GlooGroup(Group):
         return broadcast
 
     def _form(self) -> None:
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=self._bind)]
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=self._bind)]
         options._timeout = timedelta(seconds=self.remaining_s())
-        self._gloo = ProcessGroupGloo(PrefixStore("gloo", self.store), self.rank, self.world_size, options)
+        self._gloo = gloo(PrefixStore("gloo", self.store), self.rank, self.world_size, options)
 
     def _interrupt(self) -> None:
         pass  # every wait is a poll of `Group.wait`
@@ -67,7 +69,7 @@ class GlooGroup(Group):
         _drop_ended()
 
 
-_released: list[tuple[ProcessGroupGloo, list[GlooBroadcast]]] = []
+_released: list[tuple[Any, list[GlooBroadcast]]] = []
 
 
 def _drop_ended() -> None:

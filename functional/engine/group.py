@@ -5,22 +5,28 @@ first rank that fails tells the others why. A group that failed once stays broke
 """
 
 import contextlib
+import math
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from functional.engine.errors import TransferError, TransferTimeout
 
+_T = TypeVar("_T")
+
 _FAILED = "failed"
 _NOTE_POLL_S = 0.2
+_POLL_S = 0.05
+_TELL_S = 1.0
 _POLLERS_FIRST_S = 0.25  # who polls says more about what is missing than the watchdog can
 
 
@@ -53,11 +59,19 @@ class Rendezvous:
 
 def join_store(address: str, port: int, timeout_s: float) -> TCPStore:
     """A receiver's connection to rank 0's store."""
+    deadline = time.monotonic() + timeout_s + _POLLERS_FIRST_S
+
+    def connect() -> TCPStore:
+        timeout = timedelta(seconds=timeout_s)
+        return TCPStore(address, port, None, is_master=False, timeout=timeout, wait_for_workers=False)
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError("it does not answer")
+
     try:
-        return TCPStore(
-            address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )
-    except RuntimeError as error:
+        return _polled(connect, check)
+    except (RuntimeError, TimeoutError) as error:
         raise TransferTimeout(f"no sender at {address}:{port} within {timeout_s:g} s ({_first_line(error)})") from error
 
 
@@ -72,8 +86,7 @@ def local_address(peer: str, port: int) -> str:
 class Group(ABC):
     """Shared by the transports; each adds how a broadcast is started and how a blocked one is interrupted."""
 
-    def __init__(self, store: TCPStore, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
-        """Joins the group. Raises TransferTimeout when not every rank came within `timeout_s`."""
+    def __init__(self, store: TCPStore, rank: int, world_size: int, device: torch.device) -> None:
         self.store = store
         self.rank = rank
         self.world_size = world_size
@@ -82,8 +95,11 @@ class Group(ABC):
         self._told = False  # another rank failed first, and all know
         self._missed = ""
         self._break_lock = threading.Lock()
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline = math.inf
         self._transfers = 0
+
+    def form(self, timeout_s: float) -> None:
+        """Join the other ranks. Raises TransferTimeout when not all came in time, TransferError when one failed."""
         with self._failing_together(), self._armed(timeout_s, "forming the group"):
             self._await_everyone()
             self._form()
@@ -96,7 +112,7 @@ class Group(ABC):
             self._transfers += 1
             key = f"manifest/{self._transfers}"
             if self.rank == 0:
-                self.store.set(key, manifest_digest)
+                self._ask(lambda: self.store.set(key, manifest_digest))
             elif self._get(key) != manifest_digest:
                 raise TransferError(
                     "the sender's manifest (names, dtypes, shapes, packing) differs from this update's update_info"
@@ -149,28 +165,49 @@ class Group(ABC):
         return max(self._deadline - time.monotonic(), 0.001)
 
     def _await_everyone(self) -> None:
-        self.store.set(f"here/{self.rank}", "1")
-        missing = list(range(self.world_size))
-        while missing:
-            missing = [rank for rank in missing if not self.store.check([f"here/{rank}"])]
-            if missing and time.monotonic() > self._deadline:
+        self._ask(lambda: self.store.set(f"here/{self.rank}", "1"))
+        while missing := self._ask(self._missing_ranks):
+            if time.monotonic() > self._deadline:
                 self._break(TransferTimeout(f"rank(s) {missing} of {self.world_size} did not join in time"))
             self.check()
-            if missing:
-                time.sleep(0.01)
+            time.sleep(0.01)
+
+    def _missing_ranks(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if not self.store.check([f"here/{rank}"])]
 
     def _get(self, key: str) -> str:
         while True:
-            self.check()
-            if self.store.check([key]):
-                return str(self.store.get(key).decode())
+            value = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
+            if value is not None:
+                return value.decode()
             time.sleep(0.001)
+
+    def _ask(self, question: Callable[[], _T]) -> _T:
+        """An answer of the store, which gives none while rank 0 is stopped; raises as `check` does."""
+        return _polled(question, self.check)
+
+    def _tell(self, note: str) -> None:
+        end = time.monotonic() + _TELL_S
+
+        def check() -> None:
+            if time.monotonic() > end:
+                raise TimeoutError
+
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            _polled(lambda: self.store.set(_FAILED, note), check)
+
+    def _hear_cause(self) -> None:
+        """A transport's error is often the consequence of another rank's: raises that one if it is told soon."""
+        end = time.monotonic() + 2 * _NOTE_POLL_S
+        while time.monotonic() < end:
+            self.check()
+            time.sleep(_POLL_S)
 
     def _is_done(self, pending: Pending) -> bool:
         try:
             return pending.done()
         except RuntimeError as error:
-            self.check()  # the cause, when this is only its consequence
+            self._hear_cause()
             raise TransferError(_first_line(error)) from error
 
     def _break(self, error: TransferError) -> None:
@@ -187,13 +224,13 @@ class Group(ABC):
         except BaseException as error:
             self._break(error if isinstance(error, TransferError) else TransferError(_first_line(error)))
             if not self._told:
-                _quietly(lambda: self.store.set(_FAILED, f"rank {self.rank}: {_first_line(error)}"))
+                self._tell(f"rank {self.rank}: {_first_line(error)}")
             self._release()
             raise
 
     @contextlib.contextmanager
     def _armed(self, timeout_s: float, what: str) -> Iterator[None]:
-        """Two threads guard the span, as the caller may sit in a call that cannot be polled (a CUDA synchronisation)."""
+        """Two threads guard the span: the caller may sit in a call that cannot be polled (a CUDA synchronisation)."""
         self._deadline = time.monotonic() + timeout_s
         over = threading.Event()
         self._missed = f"{what} missed its deadline of {timeout_s:g} s"
@@ -222,9 +259,24 @@ class Group(ABC):
             over.set()
 
 
-def _quietly(action: Callable[[], object]) -> None:
-    with contextlib.suppress(Exception):
-        action()
+def _polled(action: Callable[[], _T], check: Callable[[], None]) -> _T:
+    """Result of an action that may block for good; given up, with its thread, when `check` raises."""
+    answer: Future[_T] = Future()
+
+    def act() -> None:
+        try:
+            answer.set_result(action())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=act, name="transfer-store", daemon=True).start()
+    while True:
+        try:
+            return answer.result(timeout=_POLL_S)
+        except TimeoutError:
+            if answer.done():
+                raise
+            check()
 
 
 def _first_line(error: BaseException) -> str:

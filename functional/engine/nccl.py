@@ -15,16 +15,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
-from functional.engine.errors import TransferError, TransferTimeout
+from functional.engine.errors import TransferError
 from functional.engine.group import Group
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _CONFIG_MAGIC = 0xCAFEBEEF
 _CONFIG_VERSION = 21400  # the version that `_Config` has the fields of; NCCL takes the rest from its defaults
-_RELEASE_S = 10.0
+_ABORT_S = 5.0
 
 
 class _UniqueId(ctypes.Structure):
@@ -54,12 +54,11 @@ class Nccl:
             ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config),
         ]  # fmt: skip
         self._library.ncclBroadcast.argtypes = [
-            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
+            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
+            ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
         ]  # fmt: skip
         self._library.ncclCommGetAsyncError.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
         self._library.ncclCommAbort.argtypes = [ctypes.c_void_p]
-        self._library.ncclCommFinalize.argtypes = [ctypes.c_void_p]
-        self._library.ncclCommDestroy.argtypes = [ctypes.c_void_p]
 
     def version(self) -> str:
         number = ctypes.c_int()
@@ -94,12 +93,6 @@ class Nccl:
     def abort(self, comm: ctypes.c_void_p) -> None:
         self._library.ncclCommAbort(comm)
 
-    def begin_finalize(self, comm: ctypes.c_void_p) -> None:
-        self._check(self._library.ncclCommFinalize(comm), "ncclCommFinalize")
-
-    def destroy(self, comm: ctypes.c_void_p) -> None:
-        self._library.ncclCommDestroy(comm)
-
     def _check(self, status: int, call: str) -> None:
         if status not in (_SUCCESS, _IN_PROGRESS):
             raise TransferError(f"{call}: {self._library.ncclGetErrorString(status).decode()}")
@@ -115,18 +108,18 @@ class NcclBroadcast:
 
     def done(self) -> bool:
         self._group.check_communicator()
-        return self._event.query()
+        return bool(self._event.query())
 
 
 class NcclGroup(Group):
     """One communicator on `device`; broadcasts run on a stream of their own, beside the loading of what arrived."""
 
-    def __init__(self, store: TCPStore, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, store: TCPStore, rank: int, world_size: int, device: torch.device) -> None:
         self._nccl = Nccl()
         self._comm: ctypes.c_void_p | None = None
-        self._comm_lock = threading.RLock()  # ncclCommAbort frees what the other calls read
+        self._comm_lock = threading.Lock()  # held by each short call, so that none runs on what an abort frees
         self._stream = torch.cuda.Stream(device)
-        super().__init__(store, rank, world_size, device, timeout_s)
+        super().__init__(store, rank, world_size, device)
 
     def start(self, buffer: Tensor) -> NcclBroadcast:
         self.check()
@@ -153,26 +146,20 @@ class NcclGroup(Group):
         self._until(lambda comm: not self._nccl.in_progress(comm))
 
     def _interrupt(self) -> None:
-        with self._comm_lock:
-            comm, self._comm = self._comm, None
-            if comm is not None:
-                self._nccl.abort(comm)
+        # Never ncclCommFinalize, not even for a group that did well: it would wait for the other ranks to do the same.
+        comm = self._take()
+        if comm is not None:
+            ending = threading.Thread(target=self._nccl.abort, args=(comm,), name="nccl-abort", daemon=True)
+            ending.start()
+            ending.join(_ABORT_S)
 
     def _release(self) -> None:
+        self._interrupt()
+
+    def _take(self) -> ctypes.c_void_p | None:
         with self._comm_lock:
             comm, self._comm = self._comm, None
-        if comm is None:
-            return
-        try:
-            self._nccl.begin_finalize(comm)
-            end = time.monotonic() + _RELEASE_S
-            while self._nccl.in_progress(comm):
-                if time.monotonic() > end:
-                    raise TransferTimeout(f"ncclCommFinalize took over {_RELEASE_S:g} s")
-                time.sleep(1e-3)
-            self._nccl.destroy(comm)
-        except TransferError:
-            self._nccl.abort(comm)
+        return comm
 
     def _until(self, condition: Callable[[ctypes.c_void_p], bool]) -> None:
         pause = 20e-6
@@ -194,7 +181,7 @@ class NcclGroup(Group):
 
 def _loaded_path() -> str | None:
     """Path of the NCCL library in this process; else the one in torch's environment."""
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+    with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
         for line in maps:
             if "libnccl.so" in line:
                 return line.split(maxsplit=5)[5].strip()

@@ -30,7 +30,7 @@ def install() -> None:
             _packed[layer] = prove_tensor(logical_rows(layer, weight))
         original(layer, *args, **kwargs)
 
-    dispatch_cpu_unquantized_gemm.hashes_before_packing = True  # type: ignore[attr-defined]
+    setattr(dispatch_cpu_unquantized_gemm, "hashes_before_packing", True)  # noqa: B010 (a function has no such field to mypy)
     utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
 
 

@@ -37,7 +37,8 @@ def prove_tensor(*parts: Tensor) -> TensorProof:
         if part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
             raise ValueError(f"parts do not join: {first.dtype} {tuple(first.shape)}, {part.dtype} {tuple(part.shape)}")
         data = part.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        digest.update(memoryview(data.numpy()))
+        array: Any = data.numpy()
+        digest.update(array)
     shape = tuple(first.shape)
     if len(parts) > 1:
         shape = (sum(part.shape[0] for part in parts), *shape[1:])

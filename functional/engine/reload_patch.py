@@ -6,8 +6,10 @@ is dropped without an error. Upstream repaired this in vLLM pull request 44814. 
 most its parameter's size.
 """
 
+import importlib
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 PATCHED_VERSION = "0.23.0"
 
@@ -19,8 +21,7 @@ def applies_to(vllm_version: str) -> bool:
 
 def apply() -> None:
     """Patch the reload module in this process. Does nothing the second time."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
+    layerwise = _patched_module()
     original = layerwise.get_numel_loaded
     if getattr(original, "counts_at_most_the_parameter", False):
         return
@@ -29,11 +30,13 @@ def apply() -> None:
         loaded, answer = original(weight_loader, args)
         return min(loaded, args.arguments["param"].numel()), answer
 
-    get_numel_loaded.counts_at_most_the_parameter = True  # type: ignore[attr-defined]
+    setattr(get_numel_loaded, "counts_at_most_the_parameter", True)  # noqa: B010 (a function has no such field to mypy)
     layerwise.get_numel_loaded = get_numel_loaded
 
 
 def is_applied() -> bool:
-    from vllm.model_executor.model_loader.reload import layerwise
+    return getattr(_patched_module().get_numel_loaded, "counts_at_most_the_parameter", False)
 
-    return getattr(layerwise.get_numel_loaded, "counts_at_most_the_parameter", False)
+
+def _patched_module() -> Any:
+    return importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 from vllm.config.parallel import ParallelConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
@@ -72,13 +73,18 @@ class DeadlineEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
         self._timeout_s = init_info.timeout_s
-        self._group = self._join(init_info, init_info.rank_offset + worker_rank(self.parallel_config))
+        store = join_store(init_info.master_address, init_info.master_port, init_info.timeout_s)
+        group = self._new_group(store, init_info.rank_offset + worker_rank(self.parallel_config), init_info)
+        group.form(init_info.timeout_s)
+        self._group = group
 
     def receive_weights(
         self, update_info: UpdateInfo, load_weights: Callable[[list[tuple[str, torch.Tensor]]], Any]
     ) -> None:
         if self._group is None:
-            raise RuntimeError("no transfer group: call init_weight_transfer_engine first, and after every failed update")
+            raise RuntimeError(
+                "no transfer group: call init_weight_transfer_engine first, and after every failed update"
+            )
         self.received.update(update_info.names)
         try:
             receive(self._group, update_info.manifest(), load_weights, update_info.timeout_s or self._timeout_s)
@@ -95,26 +101,22 @@ class DeadlineEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: dict[str, Any] | Any) -> None:
         raise NotImplementedError("send with functional.runtime.sender")
 
-    def _join(self, info: InitInfo, rank: int) -> Group:
+    def _new_group(self, store: TCPStore, rank: int, info: InitInfo) -> Group:
         raise NotImplementedError
 
 
 class GlooEngine(DeadlineEngine):
     """Backend `gloo`."""
 
-    def _join(self, info: InitInfo, rank: int) -> Group:
-        store = join_store(info.master_address, info.master_port, info.timeout_s)
-        bind = local_address(info.master_address, info.master_port)
-        return GlooGroup(store, rank, info.world_size, bind, info.timeout_s)
+    def _new_group(self, store: TCPStore, rank: int, info: InitInfo) -> Group:
+        return GlooGroup(store, rank, info.world_size, local_address(info.master_address, info.master_port))
 
 
 class NcclEngine(DeadlineEngine):
     """Backend `nccl_deadline`."""
 
-    def _join(self, info: InitInfo, rank: int) -> Group:
-        store = join_store(info.master_address, info.master_port, info.timeout_s)
-        device = torch.device("cuda", torch.accelerator.current_device_index())
-        return NcclGroup(store, rank, info.world_size, device, info.timeout_s)
+    def _new_group(self, store: TCPStore, rank: int, info: InitInfo) -> Group:
+        return NcclGroup(store, rank, info.world_size, torch.device("cuda", torch.accelerator.current_device_index()))
 
 
 def worker_rank(parallel: ParallelConfig) -> int:

@@ -48,7 +48,9 @@ class Manifest:
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
 
     @classmethod
-    def of(cls, named: Iterable[tuple[str, Tensor]], packed: bool, buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> "Manifest":
+    def of(
+        cls, named: Iterable[tuple[str, Tensor]], packed: bool, buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    ) -> "Manifest":
         slots = tuple(Slot(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named)
         return cls(slots, packed, buffer_bytes)
 
@@ -153,7 +155,8 @@ def _pack(chunk: list[Slot], tensors: Iterator[tuple[str, Tensor]], device: torc
             raise TransferError(f"tensors ended before {slot.name}")
         if (name, tensor.dtype, tuple(tensor.shape)) != (slot.name, slot.dtype, slot.shape):
             raise TransferError(
-                f"sending {name} {tensor.dtype} {tuple(tensor.shape)}, but the manifest has {slot.name} {slot.dtype} {slot.shape}"
+                f"sending {name} {tensor.dtype} {tuple(tensor.shape)}, "
+                f"but the manifest has {slot.name} {slot.dtype} {slot.shape}"
             )
         parts.append(tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8))
     return torch.cat(parts)

@@ -28,7 +28,9 @@ def expected_proof(named_tensors: Iterable[tuple[str, Tensor]], config: Any) -> 
     if architecture not in FAMILIES:
         raise ValueError(f"no proof for architecture {architecture}, only for {', '.join(sorted(FAMILIES))}")
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    proofs = prove_all(_fuse((name, tensor) for name, tensor in named_tensors if not (tied and name == "lm_head.weight")))
+    proofs = prove_all(
+        _fuse((name, tensor) for name, tensor in named_tensors if not (tied and name == "lm_head.weight"))
+    )
     return {name: proof.as_dict() for name, proof in proofs.items()}
 
 
