@@ -131,6 +131,15 @@ class Thresholds(Section):
     require_reward_variance: bool = True
 
 
+class FaultConfig(Section):
+    """`faults`: for fault tests only. `pause_send_s` holds a transfer open after `pause_send_after` tensors, at the
+    update to policy version `pause_send_version`, so that something can be killed in the middle of it."""
+
+    pause_send_version: int | None = None
+    pause_send_after: int = Field(5, ge=0)
+    pause_send_s: float = Field(20, ge=0)
+
+
 class Recipe(Section):
     policy: PolicyConfig
     grpo: GrpoConfig = GrpoConfig()
@@ -139,12 +148,15 @@ class Recipe(Section):
     data: DataConfig = DataConfig()
     logger: LoggerConfig = LoggerConfig()
     checks: Thresholds = Thresholds()
+    faults: FaultConfig = FaultConfig()
 
     @model_validator(mode="after")
     def _topology(self) -> "Recipe":
         vllm = self.policy.generation.vllm_cfg
         if self.policy.generation.colocated.enabled:
-            raise ValueError("policy.generation.colocated.enabled=true: training and generation are never colocated here")
+            raise ValueError(
+                "policy.generation.colocated.enabled=true: training and generation are never colocated here"
+            )
         group = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
         inference = self.policy.generation.colocated.resources
         if group > inference.gpus_per_node:

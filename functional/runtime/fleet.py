@@ -22,6 +22,8 @@ SERVED_MODEL = "policy"
 WORKER_EXTENSION = "functional.engine.extension.WorkerExtension"
 TRANSFER_BACKEND = {"cpu": "gloo", "cuda": "nccl_deadline"}
 LOOPBACK_INTERFACE = "lo"
+SHARED_GPU = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
+"""Environment of trainer and worker when both are NCCL ranks on one GPU (needs NCCL 2.30.7)."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,16 @@ class Fleet:
         )
         self._spawn(
             "nats-server",
-            [str(settings.programs.nats_server), "-a", host, "-p", str(nats), "-js", "-sd", str(settings.run_dir / "nats")],
+            [
+                str(settings.programs.nats_server),
+                "-a",
+                host,
+                "-p",
+                str(nats),
+                "-js",
+                "-sd",
+                str(settings.run_dir / "nats"),
+            ],
             base,
         )
         environment = base | {
@@ -250,17 +261,22 @@ class WorkerOwner:
         settings = self.settings
         ports = PortRange(settings.address)
         rpc, stream, system, engine = ports.take(), ports.take(), ports.take(), ports.take(4)
-        environment = self.environment | {
-            "DYN_TCP_RPC_PORT": str(rpc),
-            "DYN_TCP_RESPONSE_STREAM_PORT": str(stream),
-            "DYN_SYSTEM_PORT": str(system),
-            "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": str(settings.generation.dynamo_cfg.control_timeout_s + 15),
-            "VLLM_PORT": str(engine),
-            "VLLM_HOST_IP": settings.address,
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TORCH_COMPILE_DISABLE": "1",  # a quarter of a minute of start-up for kernels an eager engine never runs
-        } | self._device_environment()
+        environment = (
+            self.environment
+            | {
+                "DYN_TCP_RPC_PORT": str(rpc),
+                "DYN_TCP_RESPONSE_STREAM_PORT": str(stream),
+                "DYN_SYSTEM_PORT": str(system),
+                "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": str(settings.generation.dynamo_cfg.control_timeout_s + 15),
+                "VLLM_PORT": str(engine),
+                "VLLM_HOST_IP": settings.address,
+                "VLLM_NO_USAGE_STATS": "1",
+                "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",  # by the time it is told to stop, nothing is under way
+                "HF_HUB_OFFLINE": "1",
+                "TORCH_COMPILE_DISABLE": "1",  # a quarter of a minute of start-up for kernels an eager engine never runs
+            }
+            | self._device_environment()
+        )
         events = settings.run_dir / f"kv{self.index}"
         command = worker_command(settings, events)
         log = settings.log_dir / f"worker-{self.index}.log"
@@ -273,7 +289,7 @@ class WorkerOwner:
         if self.settings.device == "cpu":
             return {"CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         if self.settings.share_gpu:
-            return {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
+            return SHARED_GPU
         return {"CUDA_VISIBLE_DEVICES": ",".join(str(i) for i in ray.get_gpu_ids())}
 
     def problem(self) -> str | None:

@@ -85,7 +85,7 @@ class RefitResult:
 
 class FleetRefit:
     """Moves a fixed fleet from one policy version to the next. `noise`: how far, in nats, a probe may lie from the
-    trainer's log-probs; `on_step` hears each step's name as it begins."""
+    trainer's log-probs; `on_step` hears the version and each step's name as it begins."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class FleetRefit:
         address: str,
         timeout_s: float,
         noise: float,
-        on_step: Callable[[str], None] = lambda _: None,
+        on_step: Callable[[int, str], None] = lambda version, name: None,
     ) -> None:
         self._workers = workers
         self._source = source
@@ -170,11 +170,13 @@ class FleetRefit:
             self._rpc(worker, "prove_weights", expected=self._source.expected_proof(), allow_unpaused=True)
         except RuntimeFault as refusal:
             return str(refusal)
-        raise RefitError(f"worker {worker.index} accepted a proof of weights it was never sent: the proof proves nothing")
+        raise RefitError(
+            f"worker {worker.index} accepted a proof of weights it was never sent: the proof proves nothing"
+        )
 
     @contextmanager
     def _step(self, name: str, result: RefitResult) -> Iterator[None]:
-        self._on_step(name)
+        self._on_step(result.version, name)
         began = time.monotonic()
         yield
         result.phases[name] = time.monotonic() - began
@@ -195,7 +197,9 @@ class FleetRefit:
         self._probe(worker)
         cached = self._probe(worker).cached_tokens
         if cached == 0:
-            raise RefitError(f"worker {worker.index}: a repeated probe did not hit the prefix cache; a clear would be unseen")
+            raise RefitError(
+                f"worker {worker.index}: a repeated probe did not hit the prefix cache; a clear would be unseen"
+            )
         return cached
 
     def _form_group(self) -> None:

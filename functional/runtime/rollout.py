@@ -94,7 +94,13 @@ class RolloutClient:
     """Sends token-ID prompts to the frontend. One instance may be used from one event loop at a time."""
 
     def __init__(
-        self, url: str, gate: AdmissionGate, vocab_size: int, max_model_len: int, timeout_s: float, concurrency: int = 64
+        self,
+        url: str,
+        gate: AdmissionGate,
+        vocab_size: int,
+        max_model_len: int,
+        timeout_s: float,
+        concurrency: int = 64,
     ) -> None:
         self._url = url
         self._gate = gate

@@ -19,9 +19,14 @@ from functional.suite.cluster import ray_environment
 GRACE_S = 60.0
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Managed Dynamo generation, and its proof."
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Managed Dynamo generation, and its proof.",
 )
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe, for example recipes/grpo_cpu.yaml.")]
+RecipeArgument = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A YAML recipe, for example recipes/grpo_cpu.yaml.")
+]
 OverridesArgument = Annotated[list[str] | None, typer.Argument(metavar="[key=value …]", help="Keys to override.")]
 
 
@@ -56,6 +61,25 @@ def config(
         from omegaconf import OmegaConf
 
         typer.echo(OmegaConf.to_yaml(OmegaConf.create(resolved)), nl=False)
+
+
+@app.command()
+def fault(
+    case: Annotated[str, typer.Argument(help="worker-killed-generating or worker-killed-mid-transfer.")],
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for the run; emptied first.")] = Path("functional-fault"),
+    deadline_s: Annotated[float, typer.Option(help="Seconds from the kill to the run's end.")] = 60,
+) -> None:
+    """Run the recipe, kill a part of it at a known moment, and check the end it comes to.
+
+    Example: functional fault worker-killed-generating recipes/grpo_cpu.yaml --out /tmp/fault
+    """
+    from functional.suite.faults import outcome_json, run_case
+
+    outcome = run_case(case, recipe, out.resolve(), overrides or [], deadline_s)
+    typer.echo(outcome_json(outcome))
+    raise typer.Exit(1 if outcome.problems else 0)
 
 
 @app.command("make-model")

@@ -55,7 +55,7 @@ def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
     log_dir = out / "logs"
     shutil.rmtree(log_dir, ignore_errors=True)
     log_dir.mkdir()
-    for stale in ("report.json", "junit.xml", "rollouts.jsonl", "processes.json"):
+    for stale in ("report.json", "junit.xml", "rollouts.jsonl", "processes.json", "events.jsonl"):
         (out / stale).unlink(missing_ok=True)
     run_dir = Path(tempfile.mkdtemp(prefix="rl", dir="/tmp"))  # short: socket paths hold at most 107 bytes
     session = Session(recipe, out, run_dir)
@@ -100,6 +100,11 @@ class Session:
     def say(self, what: str) -> None:
         """One line of progress with the seconds since the start."""
         print(f"[{time.monotonic() - self.began:6.1f} s] {what}", flush=True)
+
+    def event(self, name: str) -> None:
+        """Append to events.jsonl: what the run is doing now, for whoever watches it from outside."""
+        with (self.out / "events.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), "event": name}) + "\n")
 
     def close(self) -> None:
         """End everything that was started, last first; a failing step does not keep the others from running."""
@@ -192,6 +197,7 @@ class Session:
             address=ADDRESS,
             timeout_s=generation.dynamo_cfg.control_timeout_s,
             noise=recipe.checks.logprob_noise,
+            on_step=lambda version, name: self.event(f"refit {version}: {name}"),
         )
         records = self._stack.enter_context(RecordWriter(self.out / "rollouts.jsonl"))
         self._refit(fleet, refit, 0)
@@ -203,7 +209,9 @@ class Session:
             self.say(f"step {step}: reward {batch.mean_reward:.3f}, " + verdicts.describe_step(metrics))
             verdicts.check_stale_refused(self.checks, step, refit)
             self._refit(fleet, refit, step)
-        final = self._generate(fleet, client, [p.token_ids for p in task.prompts(recipe.grpo.max_num_steps + 1)], sampling)
+        final = self._generate(
+            fleet, client, [p.token_ids for p in task.prompts(recipe.grpo.max_num_steps + 1)], sampling
+        )
         verdicts.check_post_update(self.checks, final, refit.version)
         verdicts.check_cache_events(self.checks, fleet)
         fleet.check_membership()
@@ -254,6 +262,7 @@ class Session:
         generations = self.recipe.grpo.num_generations_per_prompt
         flat = [prompt.token_ids for prompt in prompts for _ in range(generations)]
         self.say(f"step {step}: {len(prompts)} prompts × {generations} generations")
+        self.event(f"step {step}: generating")
         completions = self._generate(fleet, client, flat, sampling)
         batch = verdicts.score(prompts, completions, task, self.recipe.grpo)
         records.write(

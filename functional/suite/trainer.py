@@ -1,6 +1,8 @@
 """The trainer as a Ray actor on its own device, and the adapter through which a refit drives it."""
 
 import copy
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from functional.runtime.config import Recipe
 from functional.runtime.errors import RefitError
+from functional.runtime.fleet import SHARED_GPU
 from functional.runtime.proof import expected_proof
 from functional.runtime.refit import ProbeScore
 from functional.runtime.rollout import Completion
@@ -29,6 +32,10 @@ class Trainer:
     def __init__(self, recipe: Recipe, model_dir: Path) -> None:
         policy, generation = recipe.policy, recipe.policy.generation
         self._device = recipe.cluster.device
+        self._faults = recipe.faults
+        self._sends = 0
+        if recipe.cluster.share_gpu:
+            os.environ.update(SHARED_GPU)
         self._timeout_s = generation.dynamo_cfg.control_timeout_s
         self._loss = LossConfig(**recipe.loss_fn.model_dump())
         self._policy = Policy(
@@ -91,7 +98,8 @@ class Trainer:
         self._connected().connect(address, port, world_size)
 
     def send(self) -> dict[str, float]:
-        return asdict(self._connected().send(self._named()))
+        info = update_info(self._policy.named_tensors())
+        return asdict(self._connected().send(self._named(), info=info))
 
     def abort(self, reason: str) -> None:
         if self._sender is not None:
@@ -107,7 +115,11 @@ class Trainer:
         return self._sender
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._policy.named_tensors()
+        version, self._sends = self._sends, self._sends + 1
+        for index, named in enumerate(self._policy.named_tensors()):
+            if version == self._faults.pause_send_version and index == self._faults.pause_send_after:
+                time.sleep(self._faults.pause_send_s)
+            yield named
 
 
 class RemoteWeights:

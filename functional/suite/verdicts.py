@@ -189,7 +189,9 @@ def check_cache_events(checks: Checklist, fleet: Fleet) -> None:
     if fleet.settings.generation.dynamo_cfg.frontend_args.get("router_mode", "kv") != "kv":
         return
     stored = count_events(fleet, "stored")
-    checks.add("routing.cache_events", stored > 0, f"the router applied {stored:.0f} block-stored events", stored=stored)
+    checks.add(
+        "routing.cache_events", stored > 0, f"the router applied {stored:.0f} block-stored events", stored=stored
+    )
 
 
 def cleared_events(fleet: Fleet) -> float:

