@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kit.command import run
+from kit.command import last_lines, run
 from kit.errors import KitError, UsageError
 from kit.files import sha256_of
 
@@ -59,17 +59,13 @@ def find_image(text: str) -> ImageSource:
 
 def registry_digest(reference: str) -> tuple[str, str]:
     """Digest and media type that the registry answers with for `registry/repository[:tag|@digest]`."""
-    raw = run(
-        [
-            "skopeo",
-            f"--command-timeout={REGISTRY_TIMEOUT}",
-            "inspect",
-            "--raw",
-            *tls_option(reference),
-            f"docker://{reference}",
-        ],
-        hint="see that the registry is up and holds this reference",
-    ).stdout.encode()
+    limit = f"--command-timeout={REGISTRY_TIMEOUT}"
+    words = ["skopeo", limit, "inspect", "--raw", *tls_option(reference), f"docker://{reference}"]
+    finished = run(words, check=False)
+    if finished.returncode != 0:
+        hint = "see that the registry is up, holds this image and lets you read it (skopeo login)"
+        raise KitError(f"cannot read {reference} ({_complaint(finished.stderr)})", hint)
+    raw = finished.stdout.encode()
     return f"sha256:{hashlib.sha256(raw).hexdigest()}", _media_type(raw)
 
 
@@ -149,6 +145,12 @@ def _repository(reference: str) -> str:
     name = reference.partition("@")[0]
     head, slash, tail = name.rpartition("/")
     return f"{head}{slash}{tail.partition(':')[0]}"
+
+
+def _complaint(log: str) -> str:
+    """What skopeo says at the end of its log, without what we know already."""
+    found = re.search(r'level=fatal msg="(?:Error parsing image name [^ ]+ )?(.*)"', log)
+    return found[1].replace('\\"', '"') if found else last_lines(log)
 
 
 def _media_type(manifest: bytes) -> str:

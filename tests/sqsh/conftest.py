@@ -103,3 +103,13 @@ def left_behind(folder: str) -> list[str]:
         ["losetup", "--list", "--noheadings", "--output", "NAME,BACK-FILE"], capture_output=True, text=True
     )
     return [line for line in (*mounts, *loops.stdout.splitlines()) if folder in line or "lowerdir=lower," in line]
+
+
+def refused(finished: subprocess.CompletedProcess[str], status: int, *parts: str) -> None:
+    errors = [line for line in finished.stderr.splitlines() if line.startswith("error:")]
+    assert finished.returncode == status, finished.stderr
+    assert len(errors) == 1
+    assert finished.stderr.splitlines()[-1] == errors[0]
+    assert "Traceback" not in finished.stderr
+    for part in parts:
+        assert part in errors[0]

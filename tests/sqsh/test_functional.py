@@ -22,10 +22,9 @@ JUNIT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"/>\
 STAND_IN = f"""#!/bin/sh
 echo "$@" "recipe=$RECIPE" > "$FUNCTIONAL_OUT/words"
 mkdir -p "$FUNCTIONAL_OUT/logs"; ls /sys/class/net > "$FUNCTIONAL_OUT/logs/net"
-echo started
 case "$RECIPE" in
 *silent*) exit 3 ;;
-*slow*) trap 'echo stopped > "$FUNCTIONAL_OUT/words"; exit 130' INT TERM; while :; do sleep 0.05; done ;;
+*slow*) trap 'echo stopped > "$FUNCTIONAL_OUT/words"; exit 130' INT TERM; echo started; while :; do sleep 0.05; done ;;
 esac
 echo '{JUNIT}' > "$FUNCTIONAL_OUT/junit.xml"
 cat /opt/release/image.json > "$FUNCTIONAL_OUT/report.json"

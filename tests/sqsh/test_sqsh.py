@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sqsh.conftest import REPO, Kit, convert_layout
+from tests.sqsh.conftest import REPO, Kit, convert_layout, refused
 from tests.sqsh.tiny_image import Entry, busybox, folder, hardlink, symlink, write_layout
 
 pytestmark = [pytest.mark.sqsh, pytest.mark.skipif(os.geteuid() != 0, reason="unpacking with owners needs root")]
@@ -150,16 +150,6 @@ def test_a_layout_of_its_own_needs_no_record(kit: Kit, tmp_path: Path) -> None:
 def noise(megabytes: int) -> list[Entry]:
     """Files that no compression makes smaller."""
     return [Entry(f"noise{number}", os.urandom(1_000_000)) for number in range(megabytes)]
-
-
-def refused(finished: subprocess.CompletedProcess[str], status: int, *parts: str) -> None:
-    errors = [line for line in finished.stderr.splitlines() if line.startswith("error:")]
-    assert finished.returncode == status, finished.stderr
-    assert len(errors) == 1
-    assert finished.stderr.splitlines()[-1] == errors[0]
-    assert "Traceback" not in finished.stderr
-    for part in parts:
-        assert part in errors[0]
 
 
 def leftovers(kit: Kit) -> list[str]:
