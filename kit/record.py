@@ -49,16 +49,22 @@ class PushSection(Section):
     reference: str = Field(description="registry/repository:tag")
     digest: Digest
 
+    @property
+    def subject(self) -> str:
+        return self.digest
+
 
 class SqshSection(Section):
     path: str = Field(description="Relative to the record's folder.")
     sha256: Sha256
     size: NonNegativeInt
     source_digest: Digest
-    options: dict[str, str] = Field(
-        description="Compressor and such: with the digest, they decide the bytes."
-    )
+    options: dict[str, str] = Field(description="Compressor and such: with the digest, they decide the bytes.")
     tools: dict[str, str] = Field(description="Version of each tool that made it.")
+
+    @property
+    def subject(self) -> str:
+        return self.source_digest
 
 
 class FunctionalSection(Section):
@@ -70,6 +76,10 @@ class FunctionalSection(Section):
     passed: NonNegativeInt
     failed: NonNegativeInt
     skipped: NonNegativeInt
+
+    @property
+    def subject(self) -> str:
+        return self.image_digest
 
 
 class Record(BaseModel):
@@ -112,6 +122,8 @@ def add_section(path: Path, section: PushSection | SqshSection | FunctionalSecti
     the artifact anew and said so, passes `replace`."""
     record = read_record(path)
     key = {PushSection: "push", SqshSection: "sqsh", FunctionalSection: "functional"}[type(section)]
+    if section.subject != record.image.digest:
+        raise KitError(f"{path} is now of another image than this '{key}' was made from", f"run {key} again")
     there = getattr(record, key)
     if there is not None and not replace and there.model_dump(exclude={"time"}) != section.model_dump(exclude={"time"}):
         raise KitError(f"{path} already has another '{key}' section", "remove the release folder to start it anew")

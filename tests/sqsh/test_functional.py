@@ -12,6 +12,7 @@ import pytest
 
 from kit.errors import KitError
 from kit.functional import Counts, count_results
+from kit.record import ImageSection, PushSection, add_section, start_record
 from tests.sqsh.conftest import Kit
 from tests.sqsh.tiny_image import Entry, busybox, folder
 
@@ -177,3 +178,24 @@ def test_counts(tmp_path: Path) -> None:
     (tmp_path / "junit.xml").write_text(JUNIT[:50])
     with pytest.raises(KitError, match="no JUnit XML"):
         count_results(tmp_path / "junit.xml")
+
+
+@pytest.mark.unit
+def test_a_section_is_never_added_to_another_images_record(tmp_path: Path) -> None:
+    """As when the image was built anew while its squashfs was being made."""
+    one, other = f"sha256:{'1' * 64}", f"sha256:{'2' * 64}"
+    image = ImageSection(
+        name="x",
+        profile="cpu",
+        digest=one,
+        media_type="m",
+        size=1,
+        layers=[],
+        key="0" * 64,
+        inputs={},
+        source_date_epoch=0,
+    )
+    start_record(tmp_path / "record.json", image)
+    add_section(tmp_path / "record.json", PushSection(reference="r", digest=one))
+    with pytest.raises(KitError, match="now of another image than this 'push'"):
+        add_section(tmp_path / "record.json", PushSection(reference="r", digest=other), replace=True)
