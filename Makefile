@@ -6,7 +6,7 @@ export PROFILE NAME IMAGE REGISTRY KEEP
 
 BUILD = .venv/bin/python build.py
 
-.PHONY: env lock fetch image push sqsh functional verify test clean distclean
+.PHONY: env lock fetch image push sqsh functional verify demo test clean distclean
 
 env: .venv/.installed
 
@@ -33,6 +33,16 @@ functional: env
 
 verify: env
 	@$(BUILD) verify
+
+# The whole road on this machine, from nothing; says which system packages it installs.
+demo:
+	@ci/demo.sh
+
+clean: env
+	@$(BUILD) clean
+
+distclean: env
+	@$(BUILD) clean --all
 
 test: env
 	@ci/test.sh $(PARTS)

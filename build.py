@@ -107,6 +107,36 @@ def push(
 
 
 @app.command()
+def services(
+    action: Annotated[str, typer.Argument(help="start, stop, status, or env: variables for docker typed by hand.")],
+    json: Json = False,
+) -> None:
+    """The kit's own Docker engine and registry: loopback only, everything in the state folder.
+
+    \b
+    Examples: ./build.py services status
+              eval "$(./build.py services env)"; docker buildx build …
+    """
+    from kit.services import control_services
+
+    control_services(action, json)
+
+
+@app.command()
+def clean(
+    everything: Annotated[bool, typer.Option("--all", help="Also inputs, tools and the Python environment.")] = False,
+) -> None:
+    """Stop the services and remove releases and caches, saying what.
+
+    Examples: ./build.py clean
+              ./build.py clean --all
+    """
+    from kit.clean import remove_everything, remove_products
+
+    remove_everything() if everything else remove_products()
+
+
+@app.command()
 def sqsh(
     source: Annotated[str, typer.Argument(help="OCI layout or registry/repository@digest; the release's own.")] = "",
     name: Name = "cpu",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +15,19 @@ from kit.bases import read_bases
 from kit.command import run
 from kit.errors import KitError
 from kit.fetch import Manifest, fetch_inputs
-from kit.files import sha256_of, tree_size
+from kit.files import sha256_of, tree_size, write_atomic
 from kit.layout import REPO, Release, inputs_dir, only_run, release, state_dir
 from kit.record import ImageSection, read_record, start_record
-from kit.services import content_store, engine
+from kit.services import Docker, content_store, engine
 from kit.steps import complete_step, size_text
 
 # What the Dockerfile takes from the repository; a change in any of it is another image.
 _SOURCES = ("docker", "functional", "tests/functional/grpo_dynamo.sh", ".dockerignore")
 _NOT_SOURCES = {"__pycache__", "build"}
+# Docker's media types, as Debian's registry refuses OCI ones to clients that send no Accept header, and enroot is one.
+# The fastest gzip, as the squashfs, not these layers, is what gets compressed well. No rewrite-timestamp, as
+# docker/clamp-times.sh does that in the steps themselves.
+_HOW = "oci-mediatypes=false,compression=gzip,compression-level=1"
 
 
 def make_image(name: str, profile: str, *, with_dynamo: bool = True) -> ImageSection:
@@ -38,6 +43,8 @@ def make_image(name: str, profile: str, *, with_dynamo: bool = True) -> ImageSec
             return there
         epoch = read_bases().source_date_epoch
         _build(target, profile, with_dynamo, inputs, epoch)
+        if _input_hashes(inputs) != hashes:
+            raise KitError("the sources changed while the image was built from them", "build it again")
         manifest, descriptor = read_layout(target.oci)
         section = ImageSection(
             name=name,
@@ -87,43 +94,23 @@ def _unchanged(target: Release, key: str) -> ImageSection | None:
 
 
 def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, epoch: int) -> None:
-    part = target.folder / ".oci.part"
+    part, earlier = target.folder / ".oci.part", target.folder / ".oci.old"
     shutil.rmtree(part, ignore_errors=True)
     target.folder.mkdir(parents=True, exist_ok=True)
+    base = [f"--build-arg=BASE_IMAGE={inputs.base.image}"] if inputs.base.image else []
+    options = [
+        f"--build-arg=PROFILE={profile}",
+        f"--build-arg=BUILD_DYNAMO={'1' if with_dynamo else ''}",
+        *base,
+        f"--build-context=inputs={inputs_dir(profile)}",
+    ]
     log = state_dir() / "logs" / f"image-{target.name}.log"
     log.unlink(missing_ok=True)
-    base = [f"--build-arg=BASE_IMAGE={inputs.base.image}"] if inputs.base.image else []
     try:
         with engine() as docker, complete_step("docker buildx build") as step:
-            run(
-                docker.argv(
-                    "buildx",
-                    "build",
-                    "--file=docker/Dockerfile",
-                    "--target=release",
-                    f"--build-arg=PROFILE={profile}",
-                    f"--build-arg=BUILD_DYNAMO={'1' if with_dynamo else ''}",
-                    *base,
-                    f"--build-context=inputs={inputs_dir(profile)}",
-                    "--network=none",
-                    "--progress=plain",
-                    "--provenance=false",  # it holds times, and would wrap the image in an index
-                    # Docker's media types, as Debian's registry refuses OCI ones to clients that send no Accept
-                    # header, and enroot is one. The fastest gzip, as the squashfs, not these layers, is what gets
-                    # compressed well. No rewrite-timestamp: docker/clamp-times.sh does it in the steps themselves.
-                    "--output=type=oci,tar=false,oci-mediatypes=false,compression=gzip,compression-level=1,"
-                    f"dest={part}",
-                    ".",
-                ),
-                cwd=REPO,
-                env={**docker.env, "SOURCE_DATE_EPOCH": str(epoch)},
-                log=log,
-                hint=f"the whole log is {log}",
-            )
-            if docker.own:
-                _share_blobs(part, content_store())
+            if not docker.own or not _take_from_store(docker, options, epoch, log, part):
+                _buildx(docker, [*options, f"--output=type=oci,tar=false,{_HOW},dest={part}"], epoch, log)
             step.note(size_text(tree_size(part)))
-        earlier = target.folder / ".oci.old"
         shutil.rmtree(earlier, ignore_errors=True)
         if target.oci.exists():
             target.oci.rename(earlier)
@@ -133,17 +120,66 @@ def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, e
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _share_blobs(layout: Path, store: Path) -> None:
-    """Where our engine's content store holds the same blob, let the layout's be a hard link to it: one copy on disk."""
-    for path in (layout / "blobs/sha256").iterdir():
-        twin = store / "sha256" / path.name
-        if twin.exists() and twin.stat().st_size == path.stat().st_size:
-            link = path.with_suffix(".link")
-            try:
-                link.hardlink_to(twin)
-            except OSError:  # another file system
-                return
-            link.replace(path)
+def _buildx(docker: Docker, options: list[str], epoch: int, log: Path) -> None:
+    argv = docker.argv(
+        "buildx",
+        "build",
+        "--file=docker/Dockerfile",
+        "--target=release",
+        "--network=none",
+        "--progress=plain",
+        "--provenance=false",  # it holds times, and would wrap the image in an index
+        *options,
+        ".",
+    )
+    env = {**docker.env, "SOURCE_DATE_EPOCH": str(epoch)}
+    finished = run(argv, cwd=REPO, env=env, log=log, check=False)
+    if finished.returncode != 0:
+        raise KitError(f"docker buildx build failed: {failed_step(log.read_text(errors='replace'))}", f"see {log}")
+
+
+def _take_from_store(docker: Docker, options: list[str], epoch: int, log: Path, layout: Path) -> bool:
+    """Build with our own engine and make the layout of hard links to its blobs: no second copy, and no minute's wait
+    for gigabytes to come through the client. The bytes are those that `type=oci` writes.
+
+    With store=false the engine neither names nor unpacks the image, so that a collection may take the manifest away
+    before we link it; then the answer is no.
+    """
+    metadata = log.with_suffix(".json")
+    output = f"--output=type=image,name=localhost/dynamo-rl-kit,push=false,store=false,{_HOW}"
+    _buildx(docker, [*options, f"--metadata-file={metadata}", output], epoch, log)
+    digest = json.loads(metadata.read_text())["containerimage.digest"]
+    store = content_store()
+    try:
+        manifest = json.loads(blob(store, digest).read_bytes())
+        for part in (digest, manifest["config"]["digest"], *{layer["digest"] for layer in manifest["layers"]}):
+            _link_or_copy(blob(store, part), blob(layout, part))
+    except FileNotFoundError:
+        shutil.rmtree(layout, ignore_errors=True)
+        return False
+    size = blob(layout, digest).stat().st_size
+    descriptor = {"mediaType": manifest["mediaType"], "digest": digest, "size": size}
+    write_atomic(layout / "oci-layout", json.dumps({"imageLayoutVersion": "1.0.0"}))
+    write_atomic(layout / "index.json", json.dumps({"schemaVersion": 2, "manifests": [descriptor]}))
+    return True
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.hardlink_to(source)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system
+        shutil.copyfile(source, target)
+
+
+def failed_step(log: str) -> str:
+    """The last thing the failing step said, which buildx repeats between two lines of dashes, else its last line."""
+    quoted = log.rsplit("\n------\n", 2)
+    said = quoted[1].splitlines()[1:] if len(quoted) == 3 else []
+    lines = [line.strip() for line in said or log.splitlines() if line.strip()]
+    return " | ".join(re.sub(r"^[0-9.]+ ", "", line).strip() for line in lines[-2:])[-400:] or "it said nothing"
 
 
 def _input_hashes(inputs: Manifest) -> dict[str, str]:

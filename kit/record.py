@@ -107,13 +107,15 @@ def start_record(path: Path, image: ImageSection) -> Record:
     """Begin the record of a new image.
 
     The same digest keeps the record and all its sections. Another digest is another release: the earlier record is
-    kept beside the new one under its digest, because what it says was true of that image.
+    kept in `earlier/` under its digest, because what it says was true of that image.
     """
     if path.exists():
         earlier = read_record(path)
         if earlier.image.digest == image.digest:
             return earlier
-        path.replace(path.with_name(f"record-{earlier.image.digest[7:19]}.json"))
+        kept = path.parent / "earlier" / f"{earlier.image.digest[7:19]}.json"
+        kept.parent.mkdir(exist_ok=True)
+        path.replace(kept)
     return _write(path, Record(image=image))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -23,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kit.command import last_lines, run
-from kit.errors import KitError
+from kit.errors import KitError, UsageError
 from kit.files import write_atomic
 from kit.layout import state_dir
-from kit.steps import complete_step
+from kit.steps import complete_step, say
 
 _SOCKET_ROOM = 60  # longest folder in which containerd's sockets stay below the kernel's 108 characters
 
@@ -83,6 +84,27 @@ def stop_services() -> list[str]:
     return stopped
 
 
+def control_services(action: str, json_answer: bool = False) -> None:
+    """What `./build.py services ACTION` does; `status` and `env` answer on stdout."""
+    if action == "start":
+        start_services()
+    elif action == "stop":
+        say(f"stopped: {', '.join(stop_services()) or 'nothing ran'}")
+    elif action == "env":
+        for name, value in docker_environment().items():
+            print(f"export {name}={shlex.quote(value)}")
+    elif action == "status":
+        status = services_status()
+        if json_answer:
+            print(json.dumps(status, indent=2))
+            return
+        for name, service in status.items():
+            up = f"process {service['pid']}, {service['address']}"
+            print(f"{name}: {up if service['running'] else 'not running'}")
+    else:
+        raise UsageError(f"unknown action '{action}'", "use start, stop, status or env")
+
+
 def services_status() -> dict[str, dict[str, object]]:
     """For each service whether it runs, its process ID and its address."""
     engine_socket = f"unix://{_run_dir() / 'docker.sock'}"
@@ -100,8 +122,8 @@ def docker_environment() -> dict[str, str]:
 
 
 def content_store() -> Path:
-    """Where our engine keeps its blobs, each under its algorithm and digest."""
-    return state_dir() / "docker/containerd/daemon/io.containerd.content.v1.content/blobs"
+    """Where our engine keeps its blobs, laid out as in an OCI layout."""
+    return state_dir() / "docker/containerd/daemon/io.containerd.content.v1.content"
 
 
 def stop_engine() -> bool:
@@ -219,6 +241,7 @@ def _start_engine() -> None:
         "iptables": False,
         "ip6tables": False,
         "insecure-registries": ["127.0.0.0/8"],
+        "builder": {"gc": {"enabled": True, "defaultKeepStorage": "20GB"}},
         "shutdown-timeout": 5,
     }
     write_atomic(state / "services/daemon.json", json.dumps(config, indent=1) + "\n")
