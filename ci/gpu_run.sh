@@ -85,14 +85,13 @@ print("trainer: python", sys.version.split()[0], "torch", torch.__version__, "tr
 }
 
 run_suite() {
-  export GPU_RUN_ID=$run_id
   export DYNAMO_VENV="$work/dynamo_venv" PATH="$work/trainer_venv/bin:$PATH" PYTHONUNBUFFERED=1
   local -a command=(python -m functional.suite.cli run "$recipe" "$@" --out "$work/out")
   if [ -n "${COMMAND:-}" ]; then
     command=(bash -c "$COMMAND")
   fi
   rm -rf "$work/out"
-  timeout --kill-after=20 "$deadline_s" "${command[@]}" >"$out/suite.log" 2>&1 || {
+  GPU_RUN_ID=$run_id timeout --kill-after=20 "$deadline_s" "${command[@]}" >"$out/suite.log" 2>&1 || {
     local status=$?
     tail -n 60 "$out/suite.log"
     return "$status"
