@@ -101,7 +101,11 @@ def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, Tensor]]:
 
 
 def _packing_problems(model: nn.Module, claimed: dict[str, TensorProof]) -> list[str]:
-    """Layers that compute with a packed copy of a weight that is also resident, maybe under another layer's name."""
+    """Layers that compute with a packed copy of a weight that is also resident, maybe under another layer's name.
+
+    vLLM 0.23.0 needs this: where embeddings are tied by sharing the parameter (Llama, not Qwen3), its reload packs the
+    embedding anew and leaves the head's packed copy as it was.
+    """
     names = {id(parameter): name for name, _, parameter in _parameters(model)}
     problems = []
     for path, layer in model.named_modules():

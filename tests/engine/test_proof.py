@@ -1,0 +1,67 @@
+"""What is expected of the engine, and how differences are told."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from functional.engine.proof import TensorProof, differences, prove_tensor, require_equal
+from functional.runtime.proof import engine_name, expected_proof
+
+UNTIED = SimpleNamespace(architectures=["Qwen3ForCausalLM"], tie_word_embeddings=False)
+TIED = SimpleNamespace(architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True)
+Q, K, V = (torch.randn(rows, 6).to(torch.bfloat16) for rows in (4, 2, 2))
+ATTENTION = "model.layers.0.self_attn"
+
+
+def test_checkpoint_names_become_the_engines() -> None:
+    assert engine_name(f"{ATTENTION}.k_proj.weight") == (f"{ATTENTION}.qkv_proj.weight", 1, 3)
+    assert engine_name("model.layers.3.mlp.up_proj.bias") == ("model.layers.3.mlp.gate_up_proj.bias", 1, 2)
+    assert engine_name("lm_head.weight") == ("lm_head.weight", 0, 1)
+
+
+def test_parts_are_proved_as_the_fused_tensor_whatever_their_order() -> None:
+    named = [(f"{ATTENTION}.{part}_proj.weight", tensor) for part, tensor in (("v", V), ("q", Q), ("k", K))]
+    assert expected_proof(named, UNTIED) == {
+        f"{ATTENTION}.qkv_proj.weight": prove_tensor(torch.cat([Q, K, V])).as_dict()
+    }
+
+
+def test_tied_embeddings_drop_the_head() -> None:
+    named = [("model.embed_tokens.weight", Q), ("lm_head.weight", Q)]
+    assert list(expected_proof(named, TIED)) == ["model.embed_tokens.weight"]
+    assert len(expected_proof(named, UNTIED)) == 2
+
+
+def test_incomplete_or_repeated_tensors_are_refused() -> None:
+    part = (f"{ATTENTION}.q_proj.weight", Q)
+    with pytest.raises(ValueError, match="are missing"):
+        expected_proof([part], UNTIED)
+    with pytest.raises(ValueError, match="given twice"):
+        expected_proof([part, part], UNTIED)
+    with pytest.raises(ValueError, match="given twice"):
+        expected_proof([("model.norm.weight", Q), ("model.norm.weight", Q)], UNTIED)
+    with pytest.raises(ValueError, match="architecture GPT2LMHeadModel"):
+        expected_proof([part], SimpleNamespace(architectures=["GPT2LMHeadModel"]))
+
+
+def test_every_byte_shape_and_dtype_counts() -> None:
+    proof = prove_tensor(Q)
+    flipped = Q.clone()
+    flipped.view(torch.uint8)[-1, -1] ^= 1
+    assert prove_tensor(Q.t().contiguous().t()) == proof, "strides are no content"
+    for other in (flipped, Q.reshape(6, 4), Q.view(torch.int16)):
+        assert prove_tensor(other) != proof
+    assert prove_tensor(torch.tensor(1.0)).shape == ()
+
+
+def test_differences_name_three_and_count_all() -> None:
+    one = TensorProof("bfloat16", (2,), "a" * 64)
+    expected = {f"t{index}": one for index in range(5)}
+    assert differences(expected, expected) == []
+    with pytest.raises(ValueError, match=r"5 problem\(s\) among 5 tensors: t0: missing .*and 2 more"):
+        require_equal(expected, {})
+    with pytest.raises(ValueError, match="extra: in the engine, but not expected"):
+        require_equal({}, {"extra": one})
+    with pytest.raises(ValueError, match=r"float32 \(2,\), expected bfloat16"):
+        require_equal({"t": one}, {"t": TensorProof("float32", (2,), "a" * 64)})
