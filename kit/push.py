@@ -9,7 +9,7 @@ from kit.errors import KitError
 from kit.image import read_layout
 from kit.layout import release
 from kit.record import PushSection, add_section, read_record
-from kit.services import registry
+from kit.services import registry, share_blobs
 from kit.steps import complete_step, say
 
 
@@ -23,6 +23,7 @@ def push_image(name: str, reference: str = "") -> PushSection:
             f"{target.oci} holds {descriptor['digest']}, but the record says {record.image.digest}",
             f"remove {target.folder} and make the image again",
         )
+    ours = not reference and not os.environ.get("REGISTRY")
     reference = reference.removeprefix("docker://") or f"{os.environ.get('REGISTRY') or registry()}/nemo-rl:{name}"
     # Plain HTTP only ever on this machine's loopback.
     local = reference.startswith(("127.0.0.1:", "localhost:"))
@@ -44,8 +45,10 @@ def push_image(name: str, reference: str = "") -> PushSection:
         if there != record.image.digest:
             raise KitError(f"{reference} answers {there}, not {record.image.digest}", "push again; the tag was moved")
         step.note(there)
+        if ours:
+            share_blobs(target.oci)
     section = PushSection(reference=reference, digest=there)
     add_section(target.record, section, replace=True)
-    if not os.environ.get("REGISTRY") and reference.startswith("127.0.0.1:"):
+    if ours:
         say("the registry keeps running until ./build.py services stop")
     return section

@@ -112,7 +112,8 @@ def start_record(path: Path, image: ImageSection) -> Record:
     if path.exists():
         earlier = read_record(path)
         if earlier.image.digest == image.digest:
-            return earlier
+            # Other sources can give the same bytes; the record then names the ones that last did.
+            return _write(path, earlier.model_copy(update={"image": image}))
         kept = path.parent / "earlier" / f"{earlier.image.digest[7:19]}.json"
         kept.parent.mkdir(exist_ok=True)
         path.replace(kept)

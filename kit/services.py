@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,22 @@ def registry() -> str:
     if not _REGISTRY.running():
         _start_registry()
     return f"127.0.0.1:{_registry_port()}"
+
+
+def share_blobs(oci: Path) -> None:
+    """Let our registry's files of a layout's blobs be hard links to the layout's: one copy on disk instead of two."""
+    store = state_dir() / "registry/data/docker/registry/v2/blobs/sha256"
+    for blob in (oci / "blobs/sha256").iterdir():
+        held = store / blob.name[:2] / blob.name / "data"
+        if not held.exists() or held.samefile(blob) or held.stat().st_size != blob.stat().st_size:
+            continue
+        link = held.with_name(".link")
+        link.unlink(missing_ok=True)
+        try:
+            link.hardlink_to(blob)
+        except OSError:  # another file system
+            return
+        link.replace(held)
 
 
 def start_services() -> None:
@@ -154,7 +170,8 @@ class _Daemon:
         except (FileNotFoundError, ValueError):
             return None
         pid: int = known["pid"]
-        return pid if _start_time(pid) == known["started"] else None
+        started = _start_time(pid)
+        return pid if started is not None and started == known["started"] else None
 
     def running(self) -> bool:
         return self.pid() is not None
@@ -196,7 +213,8 @@ class _Daemon:
             return False
         started = _start_time(pid)
         for sign, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 5.0)):
-            os.kill(pid, sign)
+            with suppress(ProcessLookupError):
+                os.kill(pid, sign)
             deadline = time.monotonic() + patience
             while _start_time(pid) == started and time.monotonic() < deadline:
                 time.sleep(0.05)

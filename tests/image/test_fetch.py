@@ -1,0 +1,97 @@
+"""Fetching: which wheels are named, which are wanted, and what is reused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kit import fetch
+from kit.bases import read_bases
+from kit.errors import UsageError
+from kit.fetch import Manifest, fetch_inputs, platform_tags
+from kit.files import sha256_of, write_atomic
+from kit.layout import LOCKFILES, inputs_dir
+from kit.lock import SETS
+
+pytestmark = pytest.mark.unit
+
+
+def test_platform_tags_reach_from_the_base_to_the_oldest() -> None:
+    tags = platform_tags("2.41")
+    assert tags[0].startswith("manylinux_2_41_")
+    assert any(tag.startswith("manylinux_2_17_") for tag in tags)
+    assert any(tag.startswith("manylinux1_") for tag in tags)
+    assert not any(tag.startswith("manylinux_2_42_") for tag in tags)
+
+
+def test_names_in_what_pip_says() -> None:
+    lines = [
+        "Saved ./dist/inputs/cpu/wheels/a-1-py3-none-any.whl",
+        "  File was already downloaded /x/b-2-py3-none-any.whl",
+        "Collecting c==3",
+        "  Downloading c-3-py3-none-any.whl (3 kB)",
+    ]
+    assert set(fetch._named_wheels(lines)) == {"a-1-py3-none-any.whl", "b-2-py3-none-any.whl"}
+
+
+def test_packages_in_a_dpkg_status() -> None:
+    status = "Package: a\nStatus: ok\nVersion: 1-2\nDescription: x\n more: here\n\nPackage: b\nVersion: 3\n\n"
+    assert dict(fetch._installed(status)) == {"a": "1-2", "b": "3"}
+
+
+def test_an_unknown_profile() -> None:
+    with pytest.raises(UsageError, match="unknown profile 'gpu'"):
+        inputs_dir("gpu")
+
+
+class TestReuse:
+    @pytest.fixture
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """Complete inputs of the cpu profile, made of nothing."""
+        folder = tmp_path / "inputs"
+        (folder / "wheels").mkdir(parents=True)
+        (folder / "wheels/a-1-py3-none-any.whl").write_bytes(b"wheel")
+        (folder / "base.tar").write_bytes(b"base")
+        manifest = Manifest(
+            locks={one.name: sha256_of(LOCKFILES / f"{one.name}.txt") for one in SETS["cpu"]},
+            wheels={"a-1-py3-none-any.whl": 5},
+            base=read_bases().cpu,
+            base_sha256=sha256_of(folder / "base.tar"),
+            base_size=4,
+        )
+        write_atomic(folder / "inputs.json", manifest.model_dump_json())
+        monkeypatch.setattr(fetch, "inputs_dir", lambda profile: folder)
+        monkeypatch.setenv("KIT_STATE", str(tmp_path / "state"))
+        monkeypatch.setattr(fetch, "_make_base", lambda *_: pytest.fail("made a base"))
+        return folder
+
+    def test_complete_inputs_are_left_alone(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fetch, "_pip_download", lambda *_: pytest.fail("downloaded"))
+        assert fetch_inputs("cpu").wheels == {"a-1-py3-none-any.whl": 5}
+
+    @pytest.mark.parametrize("damage", ["cut", "missing", "stray", "manifest"])
+    def test_a_wheel_that_is_not_right_is_fetched_again(
+        self, folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        wheel = folder / "wheels/a-1-py3-none-any.whl"
+        if damage == "cut":
+            wheel.write_bytes(b"whe")
+        elif damage == "missing":
+            wheel.unlink()
+        elif damage == "stray":
+            (folder / "wheels/b-1-py3-none-any.whl").write_bytes(b"of an earlier lock")
+        else:
+            (folder / "inputs.json").write_text('{"version": "of an earlier kit"}')
+            monkeypatch.setattr(fetch, "_make_base", lambda base, epoch, tar: {})
+
+        def download(lock: Path, base: object, into: Path) -> set[str]:
+            (into / wheel.name).write_bytes(b"wheel")
+            return {wheel.name}
+
+        monkeypatch.setattr(fetch, "_pip_download", download)
+        fetch_inputs("cpu")
+        assert [path.name for path in (folder / "wheels").iterdir()] == [wheel.name]
+        assert wheel.read_bytes() == b"wheel"
+        monkeypatch.setattr(fetch, "_pip_download", lambda *_: pytest.fail("downloaded"))
+        fetch_inputs("cpu")
