@@ -89,9 +89,10 @@ def _place(text: str) -> tuple[Path | None, str]:
     plain = re.sub(r"^(oci|docker-archive|oci-archive):(?=[^/]|/[^/])", "", text)
     if Path(plain).exists():
         return Path(plain), ""
-    head, colon, tag = plain.rpartition(":")
-    if colon and Path(head).exists():
-        return Path(head), tag
+    for colon in re.finditer(":(?!//)", plain):
+        place = Path(plain[: colon.start()])
+        if place.is_file() or (place / "index.json").exists():
+            return place, plain[colon.end() :]
     return None, ""
 
 

@@ -47,10 +47,11 @@ class Folder:
     """A folder of the final tree.
 
     `member` is None until a layer states the folder itself; `sealed`: nothing of it in lower layers shows; `hidden`:
-    names that whiteouts hide in lower layers; `assumed`: the lowest layer seen so far took it for granted.
+    names that whiteouts hide in lower layers; `assumed`: the lowest layer seen so far took it for granted;
+    `there`: some layer has an entry in it or for it, rather than whiteouts alone.
     """
 
-    __slots__ = ("assumed", "children", "hidden", "member", "sealed")
+    __slots__ = ("assumed", "children", "hidden", "member", "sealed", "there")
 
     def __init__(self) -> None:
         self.children: dict[bytes, Folder | Node] = {}
@@ -58,15 +59,16 @@ class Folder:
         self.sealed = False
         self.hidden: set[bytes] = set()
         self.assumed = False
+        self.there = False
 
 
 class LayerFolder:
     """A folder as one layer states it. `above` is the same folder in the final tree so far, if any.
 
-    `masked`: what lies in it is hidden by layers above.
+    `masked`: what lies in it is hidden by layers above. `there`: as in the final tree.
     """
 
-    __slots__ = ("above", "children", "hidden", "masked", "member", "opaque")
+    __slots__ = ("above", "children", "hidden", "masked", "member", "opaque", "there")
 
     def __init__(self, above: Folder | None, masked: bool) -> None:
         self.above = above
@@ -75,6 +77,7 @@ class LayerFolder:
         self.hidden: set[bytes] = set()
         self.member: Member | None = None
         self.opaque = False
+        self.there = False
 
 
 class Tree:
@@ -117,7 +120,7 @@ class Tree:
                     found.append((parent, name, child))
                     stack.append(child)
         for parent, name, child in reversed(found):
-            if child.member is None and not child.children:
+            if not child.there and not child.children:
                 del parent.children[name]
 
     def _merge(self, layer: Layer, placed: list[Node]) -> None:
@@ -127,6 +130,7 @@ class Tree:
             if upper.member is None:
                 upper.member = lower.member
             upper.assumed = lower.member is None
+            upper.there = upper.there or lower.there
             if not upper.sealed:
                 for name, child in lower.children.items():
                     if name in upper.hidden:
@@ -190,7 +194,8 @@ class Layer:
             return False
         parent = self._parent(path[:-1])
         if member.kind == FOLDER:
-            self._folder(parent, name).member = member
+            stated = self._folder(parent, name)
+            stated.member, stated.there = member, True
             return False
         there = parent.children.get(name)
         if isinstance(there, LayerFolder):
@@ -223,8 +228,9 @@ class Layer:
         above = parent.above
         return above is None or (name not in above.hidden and name not in above.children)
 
-    def _parent(self, path: Path) -> LayerFolder:
-        if path == self._last[0]:
+    def _parent(self, path: Path, there: bool = True) -> LayerFolder:
+        """The folder `path`, made as far as it is missing; `there` is False for a whiteout's."""
+        if path == self._last[0] and (self._last[1].there or not there):
             return self._last[1]
         folder = self.root
         for name in path:
@@ -234,6 +240,7 @@ class Layer:
             if isinstance(child, Node):
                 self._refuse(path, "writes through what is no folder:")
             folder = child if child is not None else self._new(folder, name)
+            folder.there = folder.there or there
         self._last = (path, folder)
         return folder
 
@@ -261,7 +268,7 @@ class Layer:
 
     def _whiteout(self, path: Path, name: bytes) -> bool:
         if name == OPAQUE:
-            self._parent(path[:-1]).opaque = True
+            self._parent(path[:-1], there=False).opaque = True
             return True
         if name.startswith(RESERVED):
             return True  # bookkeeping of an old storage driver
@@ -270,7 +277,7 @@ class Layer:
         hidden = name[len(WHITEOUT) :]
         if hidden in (b"", b".", b".."):
             self._refuse(path, "has a whiteout of no name:")
-        self._parent(path[:-1]).hidden.add(hidden)
+        self._parent(path[:-1], there=False).hidden.add(hidden)
         return True
 
     def _link(self, target: Path, link: Node) -> Node:
