@@ -286,7 +286,7 @@ def _archive_image(text: str, path: Path, tag: str, platform: str) -> Image:
     except (ValueError, ValidationError, TypeError):
         raise BadImage(f"manifest.json in {path} cannot be read", "save the image again") from None
     if tag:
-        saved = [entry for entry in saved if tag in (entry.tags or [])]
+        saved = [entry for entry in saved if any(f"/{name}".endswith(f"/{tag}") for name in entry.tags or [])]
     if len(saved) != 1:
         raise UsageError(f"{text} names {len(saved)} images", "name one: ARCHIVE:REPOSITORY:TAG")
     config = store.text(saved[0].config)
