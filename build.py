@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Annotated, NoReturn
 
 _VENV = Path(__file__).resolve().parent / ".venv"
-if Path(sys.prefix).resolve() != _VENV and (_VENV / "bin/python").exists() and "KIT_NO_VENV" not in os.environ:
+if Path(sys.prefix).resolve() != _VENV.resolve() and (_VENV / "bin/python").exists() and "KIT_NO_VENV" not in os.environ:
     os.execv(_VENV / "bin/python", [str(_VENV / "bin/python"), __file__, *sys.argv[1:]])
 
 try:
