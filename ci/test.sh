@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 all=(static unit squashfs road inside)
 declare -A budget=([static]=2 [unit]=3 [squashfs]=5 [road]=25 [inside]=10)
 build=(.venv/bin/python build.py)
-pytest=(.venv/bin/python -m pytest -q --ignore tests/engine --ignore tests/suite_math)
+pytest=(.venv/bin/python -m pytest -q --ignore tests/engine --ignore tests/runtime --ignore tests/suite_math)
 summary=()
 
 static() {

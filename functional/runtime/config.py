@@ -168,8 +168,8 @@ class Recipe(Section):
         offered = self.cluster.gpus_per_node * self.cluster.num_nodes
         if needed > offered:
             raise ValueError(
-                f"cluster.gpus_per_node={self.cluster.gpus_per_node}: one trainer and {needed - 1} generation device(s) "
-                f"need {needed} (raise it, or set cluster.share_gpu=true and count the shared device twice)"
+                f"cluster.gpus_per_node={self.cluster.gpus_per_node}: one trainer and {needed - 1} generation "
+                f"device(s) need {needed} (raise it, or set cluster.share_gpu=true and count the shared device twice)"
             )
         return self
 

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -52,8 +53,7 @@ def main(lifeline: int, grace_s: float, command: list[str]) -> int:
         if lifeline in readable and not os.read(lifeline, 4096):
             stop_requested = True
         status = _reap(child.pid)
-    end_status = _end_tree(child.pid, grace_s, status)
-    return end_status
+    return _end_tree(child.pid, grace_s, status)
 
 
 def _reap(main_pid: int) -> int | None:
@@ -103,16 +103,13 @@ def _signal_all(pids: list[int], signum: int) -> None:
 def descendants(root: int) -> list[int]:
     """Process ids below `root`, from /proc, zombies left out."""
     children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as stat:
-                fields = stat.read().rpartition(")")[2].split()
+            fields = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if fields[0] != "Z":
-            children.setdefault(int(fields[1]), []).append(int(entry))
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
     found: list[int] = []
     queue = [root]
     while queue:

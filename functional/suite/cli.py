@@ -13,7 +13,7 @@ import typer
 
 from functional.runtime import guard
 from functional.runtime.config import load_recipe
-from functional.runtime.errors import RuntimeFault
+from functional.runtime.errors import RunError
 from functional.suite.cluster import ray_environment
 
 GRACE_S = 60.0
@@ -97,7 +97,7 @@ def make_model_command(
     try:
         summary = make_model(out, seed) if shape == "tiny" else random_model(out, shape, seed)
     except (FileExistsError, ValueError) as error:
-        raise RuntimeFault(str(error)) from error
+        raise RunError(str(error)) from error
     typer.echo(json.dumps(asdict(summary), indent=2))
 
 
@@ -127,7 +127,7 @@ def main() -> None:
     """Entry point: one line for an error the user can act on."""
     try:
         app()
-    except RuntimeFault as error:
+    except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.config import Recipe
-from functional.runtime.errors import RuntimeFault
+from functional.runtime.errors import RunError
 
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 
@@ -48,11 +48,11 @@ def local_ray(run_dir: Path, recipe: Recipe, address: str) -> Iterator[None]:
 
 
 def reserve(count: int) -> list[Any]:
-    """`count` placement groups of one device each. Raises RuntimeFault when Ray cannot place them."""
+    """`count` placement groups of one device each. Raises RunError when Ray cannot place them."""
     from ray.util.placement_group import placement_group
 
     groups = [placement_group([{"GPU": 1}]) for _ in range(count)]
     for index, group in enumerate(groups):
         if not group.wait(30):
-            raise RuntimeFault(f"Ray cannot place device {index + 1} of {count}: see cluster.gpus_per_node")
+            raise RunError(f"Ray cannot place device {index + 1} of {count}: see cluster.gpus_per_node")
     return groups

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.config import Recipe, load_recipe
-from functional.runtime.errors import ConfigError, RuntimeFault
+from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet import Fleet, FleetSettings, Worker, new_namespace
 from functional.runtime.paths import find_programs
 from functional.runtime.records import RecordWriter, RolloutRecord
@@ -39,12 +39,15 @@ WATCH_INTERVAL_S = 0.5
 PROBE_TOKENS = 24
 
 
-class Interrupted(RuntimeFault):
+class InterruptedRunError(RunError):
     """The run was told to stop."""
 
 
 def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
-    """Run the recipe and write `out`/report.json, junit.xml, rollouts.jsonl and logs/. Returns 0, 1, or 2 for bad input."""
+    """Run the recipe and write `out`/report.json, junit.xml, rollouts.jsonl and logs/.
+
+    Returns 0 when every check passed, 1 when not, 2 for a bad recipe or environment.
+    """
     try:
         recipe = load_recipe(recipe_path, overrides)
         programs = find_programs()
@@ -60,16 +63,15 @@ def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
     run_dir = Path(tempfile.mkdtemp(prefix="rl", dir="/tmp"))  # short: socket paths hold at most 107 bytes
     session = Session(recipe, out, run_dir)
     session.report |= {"recipe": recipe.model_dump(mode="json"), "versions": read_versions(programs)}
-    error: str | None = None
+    failure: str | None = None
     try:
         session.run(programs)
-    except KeyboardInterrupt:
-        error = "interrupted"
-    except RuntimeFault as fault:
-        error = str(fault)
+    except RunError as fault:
+        failure = str(fault)
     except Exception as unexpected:
         (log_dir / "driver.log").write_text(traceback.format_exc(), encoding="utf-8")
-        error = f"{type(unexpected).__name__}: {' '.join(str(unexpected).split())[:500]} (traceback in {log_dir}/driver.log)"
+        what = f"{type(unexpected).__name__}: {' '.join(str(unexpected).split())[:500]}"
+        failure = f"{what} (traceback in {log_dir}/driver.log)"
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end below is bounded, and must not be cut short
         session.say("taking the run down")
@@ -80,8 +82,8 @@ def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
         "teardown.nothing_left", not leftovers, "; ".join(leftovers) or "no process, port or folder of the run is left"
     )
     session.report["seconds"] = time.monotonic() - session.began
-    write_report(out, session.report, session.checks.checks, error)
-    return session.summarize(error)
+    write_report(out, session.report, session.checks.checks, failure)
+    return session.summarize(failure)
 
 
 class Session:
@@ -228,7 +230,7 @@ class Session:
         cleared = verdicts.cleared_events(fleet)
         try:
             result: RefitResult = refit.update(version)
-        except RuntimeFault:
+        except RunError:
             fleet.check()  # a dead process is the first cause
             raise
         self.report["refits"].append(asdict(result))
@@ -251,7 +253,7 @@ class Session:
 
         try:
             return asyncio.run(under_watch())
-        except RuntimeFault:
+        except RunError:
             _recheck(fleet)
             raise
 
@@ -308,7 +310,7 @@ class Session:
 
 
 def watched(fleet: Fleet, reference: Any) -> Any:
-    """The value of a Ray reference, unless a process of the fleet dies first: then ProcessDied."""
+    """The value of a Ray reference, unless a process of the fleet dies first: then ProcessDiedError."""
     import ray
     from ray.exceptions import RayError
 
@@ -318,7 +320,7 @@ def watched(fleet: Fleet, reference: Any) -> Any:
         return ray.get(reference)
     except RayError as error:
         cause = getattr(error, "cause", None) or error
-        raise RuntimeFault(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:400]}") from error
+        raise RunError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:400]}") from error
 
 
 def _recheck(fleet: Fleet, patience_s: float = 3.0) -> None:
@@ -344,7 +346,7 @@ def asdict_step(step: int, batch: verdicts.RolloutBatch, metrics: dict[str, floa
 
 
 def _interrupt(signum: int, _frame: Any) -> None:
-    raise Interrupted(f"stopped by {signal.Signals(signum).name}")
+    raise InterruptedRunError(f"stopped by {signal.Signals(signum).name}")
 
 
 if __name__ == "__main__":

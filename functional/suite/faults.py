@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from functional.runtime.errors import ConfigError, RuntimeFault
+from functional.runtime.errors import ConfigError, RunError
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def run_case(name: str, recipe: Path, out: Path, overrides: list[str], deadline_s: float) -> Outcome:
-    """Run one case into `out`. Raises ConfigError for an unknown name, RuntimeFault when the moment never comes."""
+    """Run one case into `out`. Raises ConfigError for an unknown name, RunError when the moment never comes."""
     if name not in CASES:
         raise ConfigError(f"fault case {name!r}: known are {', '.join(CASES)}")
     case = CASES[name]
@@ -67,8 +67,8 @@ def run_case(name: str, recipe: Path, out: Path, overrides: list[str], deadline_
         for pid in pids[case.victim]:
             os.kill(pid, signal.SIGKILL)
         status = run.wait(deadline_s)
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeFault(f"{name}: the run is still there {deadline_s:g} s after the kill") from error
+    except subprocess.TimeoutExpired as late:
+        raise RunError(f"{name}: the run is still there {deadline_s:g} s after the kill") from late
     finally:
         if run.poll() is None:
             run.terminate()
@@ -92,12 +92,12 @@ def _await_moment(
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         if run.poll() is not None:
-            raise RuntimeFault(f"the run ended with status {run.returncode} before «{case.event}»; see {out}/run.log")
+            raise RunError(f"the run ended with status {run.returncode} before «{case.event}»; see {out}/run.log")
         if _has_event(out / "events.jsonl", case.event):
             pids: dict[str, Any] = json.loads((out / "processes.json").read_text(encoding="utf-8"))
             return pids
         time.sleep(0.02)
-    raise RuntimeFault(f"«{case.event}» did not come within {patience_s:g} s; see {out}/run.log")
+    raise RunError(f"«{case.event}» did not come within {patience_s:g} s; see {out}/run.log")
 
 
 def _has_event(path: Path, event: str) -> bool:

@@ -8,7 +8,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from functional.runtime.config import GrpoConfig, Thresholds
-from functional.runtime.errors import RuntimeFault
+from functional.runtime.errors import RunError
 from functional.runtime.fleet import Fleet, Worker
 from functional.runtime.refit import FleetRefit, RefitResult
 from functional.runtime.rollout import Completion
@@ -34,7 +34,7 @@ class RolloutBatch:
         return sum(known) / len(known) if known else float("nan")
 
     def samples(self) -> list[Sample]:
-        """What the trainer learns from: accepted samples only. Raises RuntimeFault when there are none."""
+        """What the trainer learns from: accepted samples only. Raises RunError when there are none."""
         accepted = [
             Sample(c.prompt_token_ids, c.token_ids, c.logprobs, advantage)
             for c, advantage in zip(self.completions, self.advantages, strict=True)
@@ -42,12 +42,12 @@ class RolloutBatch:
         ]
         if not accepted:
             reasons = {c.problem for c in self.completions}
-            raise RuntimeFault(f"no sample of the step may be trained on: {'; '.join(sorted(filter(None, reasons)))}")
+            raise RunError(f"no sample of the step may be trained on: {'; '.join(sorted(filter(None, reasons)))}")
         return accepted
 
 
 def score(prompts: list[Any], completions: list[Completion], task: Any, config: GrpoConfig) -> RolloutBatch:
-    """Rewards and group advantages. A group in which a sample failed is left out whole: its baseline would be biased."""
+    """Rewards and group advantages. A group with a failed sample is left out whole: its baseline would be biased."""
     size = config.num_generations_per_prompt
     rewards: list[float | None] = []
     for index, completion in enumerate(completions):
@@ -92,7 +92,7 @@ def check_rollouts(
         checks.add(
             f"step{step}.rewards_differ",
             moving > 0,
-            f"{moving} of {len(batch.advantages)} samples have a non-zero advantage, mean reward {batch.mean_reward:.3f}",
+            f"{moving} of {len(batch.advantages)} samples have an advantage, mean reward {batch.mean_reward:.3f}",
             nonzero=moving,
             mean_reward=batch.mean_reward,
         )
@@ -139,7 +139,7 @@ def check_stale_refused(checks: Checklist, step: int, refit: FleetRefit) -> None
     name = f"step{step}.stale_weights_refused"
     try:
         checks.add(name, True, refit.stale_is_refused()[:300])
-    except RuntimeFault as accepted:
+    except RunError as accepted:
         checks.add(name, False, str(accepted))
 
 
@@ -149,7 +149,7 @@ def check_refit(checks: Checklist, result: RefitResult, fleet: Fleet, cleared_be
     checks.add(
         f"{name}.weights_proved",
         result.proved > 0,
-        f"{result.proved} engine parameters of {len(fleet.workers)} worker(s) hash to the trainer's {result.tensors} tensors",
+        f"{result.proved} parameters on each of {len(fleet.workers)} worker(s) hash to the trainer's {result.tensors}",
         parameters=result.proved,
         bytes=result.bytes_sent,
         seconds=result.total_s,
