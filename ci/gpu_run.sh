@@ -14,6 +14,7 @@ carry=${CARRY:-.carry}
 work=${WORK:-/tmp/dynamo-rl}
 out=${OUT:-$PWD/gpu-out}
 recipe=${RECIPE:-functional/recipes/grpo_gpu.yaml}
+export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0} # FlashInfer is not among the parts
 base_python=$(command -v "${BASE_PYTHON:-python3}")
 deadline_s=${DEADLINE_S:-480}
 run_id="gpu-run-$$-$(date +%s)"
