@@ -12,4 +12,4 @@ mkdir /tmp/pytest
 for name in pytest _pytest py.py pluggy iniconfig pygments; do
   ln -s "$packages/$name" /tmp/pytest/
 done
-PYTHONPATH=/tmp/pytest /opt/dynamo_venv/bin/python -m pytest -q -p no:cacheprovider tests/engine
+PYTHONPATH=/tmp/pytest:/src /opt/dynamo_venv/bin/python -m pytest -q -p no:cacheprovider tests/engine
