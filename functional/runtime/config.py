@@ -190,12 +190,16 @@ class Recipe(Section):
         return self
 
     @property
+    def devices_per_engine(self) -> int:
+        """Devices of one engine group: tensor × pipeline parallel size."""
+        vllm = self.policy.generation.vllm_cfg
+        return vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+
+    @property
     def num_engines(self) -> int:
         """Number of `dynamo.vllm` workers."""
-        generation = self.policy.generation
-        resources = generation.colocated.resources
-        group = generation.vllm_cfg.tensor_parallel_size * generation.vllm_cfg.pipeline_parallel_size
-        return resources.gpus_per_node * resources.num_nodes // group
+        resources = self.policy.generation.colocated.resources
+        return resources.gpus_per_node * resources.num_nodes // self.devices_per_engine
 
 
 def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
