@@ -11,7 +11,8 @@ from types import FrameType
 from typing import Annotated, NoReturn
 
 _VENV = Path(__file__).resolve().parent / ".venv"
-if Path(sys.prefix).resolve() != _VENV and (_VENV / "bin/python").exists() and "KIT_NO_VENV" not in os.environ:
+_elsewhere = Path(sys.prefix).resolve() != _VENV.resolve()
+if _elsewhere and (_VENV / "bin/python").exists() and "KIT_NO_VENV" not in os.environ:
     os.execv(_VENV / "bin/python", [str(_VENV / "bin/python"), __file__, *sys.argv[1:]])
 
 try:
@@ -176,7 +177,7 @@ def run(
     from kit.run import make_container, run_container
 
     container = make_container(sqsh or release(name).sqsh, command or [], mount or [], env or [], network)
-    raise typer.Exit(run_container(container, engine))
+    raise typer.Exit(run_container(container, engine).status)
 
 
 @app.command()

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kit.bases import Base, read_bases
-from kit.command import run
+from kit.bases import Base, read_archives, read_bases
+from kit.command import Finished, run
 from kit.errors import KitError
 from kit.files import finished_file, sha256_of, write_atomic
-from kit.layout import REPO, inputs_dir, only_run
-from kit.lock import SETS, lockfile
+from kit.layout import REPO, inputs_dir, only_run, scratch_folder
+from kit.lock import LockSet, lockfile, locks_of
 from kit.steps import complete_step, say, size_text
 
 # Files that no run reads: a fifth of the base.
@@ -35,6 +37,8 @@ class Manifest(BaseModel):
     """Lockfile name → sha256."""
     wheels: dict[str, int]
     """Wheel → size; each one's hash is in the locks."""
+    archives: dict[str, str] = {}
+    """Archive → sha256."""
     base: Base
     base_sha256: str | None = None
     base_size: int = 0
@@ -46,15 +50,16 @@ def fetch_inputs(profile: str) -> Manifest:
     """Fetch what is missing and return the manifest; what is there and still right is left alone."""
     folder = inputs_dir(profile)
     with only_run(f"fetch-{profile}"), complete_step(f"Fetch the inputs of {profile}") as step:
-        locks = {lock.name: sha256_of(lockfile(lock.name)) for lock in SETS[profile]}
         bases = read_bases()
-        base = bases.of(profile)
+        base = _possible_here(profile, bases.of(profile))
+        locks = {lock.name: sha256_of(lockfile(lock.name)) for lock in locks_of(profile)}
         there = _read(folder)
         if there is not None and there.locks == locks and there.base == base and _complete(folder, there):
             step.note("all there, reused")
             return there
-        wheels = _fetch_wheels(profile, base, folder / "wheels")
-        manifest = Manifest(locks=locks, wheels=wheels, base=base)
+        wheels = _fetch_wheels(locks_of(profile), base, folder / "wheels")
+        archives = _fetch_archives(base, folder / "archives")
+        manifest = Manifest(locks=locks, wheels=wheels, archives=archives, base=base)
         if base.suite is not None:
             if there is not None and there.base == base and _base_complete(folder, there):
                 say("base: there, reused")
@@ -77,6 +82,15 @@ def read_manifest(profile: str) -> Manifest:
     return manifest
 
 
+def _possible_here(profile: str, base: Base) -> Base:
+    """The base as this machine can have it: made by mmdebstrap, or else the published image."""
+    if base.suite is not None and shutil.which("mmdebstrap") and shutil.which("apt-get"):
+        return base.model_copy(update={"image": None})
+    if base.image is None:
+        raise KitError(f"the base of '{profile}' needs mmdebstrap", "run ci/bootstrap.sh --yes on a Debian machine")
+    return base.model_copy(update={"suite": None})
+
+
 def _read(folder: Path) -> Manifest | None:
     try:
         return Manifest.model_validate_json((folder / "inputs.json").read_bytes())
@@ -86,7 +100,10 @@ def _read(folder: Path) -> Manifest | None:
 
 def _complete(folder: Path, manifest: Manifest) -> bool:
     sizes = {path.name: path.stat().st_size for path in _wheels(folder / "wheels")}
-    return sizes == manifest.wheels and (manifest.base.suite is None or _base_complete(folder, manifest))
+    if sizes != manifest.wheels or not (folder / "archives").is_dir():
+        return False
+    archives = {path.name for path in (folder / "archives").iterdir()}
+    return archives == set(manifest.archives) and (manifest.base.suite is None or _base_complete(folder, manifest))
 
 
 def _base_complete(folder: Path, manifest: Manifest) -> bool:
@@ -98,15 +115,16 @@ def _wheels(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.whl"))
 
 
-def _fetch_wheels(profile: str, base: Base, folder: Path) -> dict[str, int]:
+def _fetch_wheels(locks: tuple[LockSet, ...], base: Base, folder: Path) -> dict[str, int]:
     """Fill `folder` with exactly the wheels of the profile's locks that the base's Python on this machine takes."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted: set[str] = set()
-    for lock in SETS[profile]:
+    for lock in locks:
         with complete_step(f"Wheels of {lock.name}") as step:
             before = {path.name for path in _wheels(folder)}
             names = _pip_download(lockfile(lock.name), base, folder)
             wanted |= names
+            step.moved(sum((folder / wheel).stat().st_size for wheel in names - before))
             step.note(f"{len(names)} wheels, {len(names - before)} new")
     for path in _wheels(folder):
         if path.name not in wanted:
@@ -116,7 +134,13 @@ def _fetch_wheels(profile: str, base: Base, folder: Path) -> dict[str, int]:
 
 def _pip_download(lock: Path, base: Base, folder: Path) -> set[str]:
     """Names of the wheels that `lock` asks for; those already in `folder` are only checked against their hashes."""
-    finished = run(
+    with scratch_folder("fetch") as scratch:
+        finished = _run_pip_download(lock, base, folder, scratch)
+    return set(_named_wheels(finished.stdout.splitlines()))
+
+
+def _run_pip_download(lock: Path, base: Base, folder: Path, scratch: Path) -> Finished:
+    return run(
         [
             sys.executable,
             "-m",
@@ -137,10 +161,9 @@ def _pip_download(lock: Path, base: Base, folder: Path) -> set[str]:
             f"--dest={folder}",
             f"--requirement={lock}",
         ],
-        env={"PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        env={"PIP_DISABLE_PIP_VERSION_CHECK": "1", "TMPDIR": str(scratch)},
         hint="check pip's index configuration (pip config list), then fetch again",
     )
-    return set(_named_wheels(finished.stdout.splitlines()))
 
 
 def _named_wheels(lines: Iterable[str]) -> Iterable[str]:
@@ -149,6 +172,38 @@ def _named_wheels(lines: Iterable[str]) -> Iterable[str]:
         words = line.split()
         if words and words[-1].endswith(".whl") and ("Saved" in words or "already" in words):
             yield os.path.basename(words[-1])  # noqa: PTH119  # a string, not a file
+
+
+def _fetch_archives(base: Base, folder: Path) -> dict[str, str]:
+    """Bring the base's archives; one whose host is out of reach is left out, as the base has a package of it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    fetched = {}
+    for name in base.archives:
+        archive = read_archives()[name]
+        url, sha256 = archive.for_machine(platform.machine())
+        target = folder / f"{name}-{archive.version}.tar.gz"
+        with complete_step(f"Archive of {name} {archive.version}") as step:
+            try:
+                _download(url, sha256, target)
+            except httpx.TransportError as error:
+                step.note(f"out of reach ({error}); the base's own package serves instead")
+                continue
+            step.moved(target.stat().st_size)
+            fetched[target.name] = sha256
+    return fetched
+
+
+def _download(url: str, sha256: str, target: Path) -> None:
+    with finished_file(target) as part:
+        with httpx.stream("GET", url, follow_redirects=True, timeout=30) as answer, part.open("wb") as file:
+            if answer.status_code != 200:
+                raise KitError(f"{url} answers {answer.status_code}", "check the address in lockfiles/archives.toml")
+            for piece in answer.iter_bytes():
+                file.write(piece)
+        got = sha256_of(part)
+        if got != sha256:
+            raise KitError(f"{url} has sha256 {got}, but lockfiles/archives.toml pins {sha256}", "do not use it")
 
 
 def platform_tags(glibc: str) -> list[str]:
@@ -165,7 +220,8 @@ def platform_tags(glibc: str) -> list[str]:
 def _make_base(base: Base, epoch: int, tar: Path) -> dict[str, str]:
     """Make the base's tar with mmdebstrap and return the packages in it; the same archive gives the same bytes."""
     assert base.suite is not None
-    with complete_step(f"Base: Debian {base.suite}") as step, finished_file(tar) as part:
+    step_title = f"Base: Debian {base.suite}"
+    with complete_step(step_title) as step, scratch_folder("base") as scratch, finished_file(tar) as part:
         sources = run([REPO / "ci/suite.sh", "sources", base.suite]).stdout
         run(
             [
@@ -187,12 +243,10 @@ def _make_base(base: Base, epoch: int, tar: Path) -> dict[str, str]:
                 "-",
             ],
             stdin=sources,
-            env={"SOURCE_DATE_EPOCH": str(epoch), "STATUS_COPY": str(tar.with_suffix(".status"))},
+            env={"SOURCE_DATE_EPOCH": str(epoch), "STATUS_COPY": str(scratch / "status"), "TMPDIR": str(scratch)},
             hint="see that apt-get update works on this machine",
         )
-        status = tar.with_suffix(".status")
-        packages = dict(_installed(status.read_text()))
-        status.unlink()
+        packages = dict(_installed((scratch / "status").read_text()))
         step.note(f"{len(packages)} packages, {size_text(part.stat().st_size)}")
         return packages
 

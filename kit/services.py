@@ -29,6 +29,9 @@ from kit.files import write_atomic
 from kit.layout import state_dir
 from kit.steps import complete_step, say
 
+STATE_VERSION = "1"
+"""What ci/bootstrap.sh writes to .state/version; raised when an older state folder would no longer work."""
+
 _SOCKET_ROOM = 60  # longest folder in which containerd's sockets stay below the kernel's 108 characters
 
 
@@ -233,6 +236,9 @@ def _docker() -> Docker:
     kind = state_dir() / "engine.kind"
     if not kind.exists():
         raise KitError("this machine is not prepared yet", "run ci/bootstrap.sh --yes")
+    version = state_dir() / "version"
+    if not version.exists() or version.read_text().strip() != STATE_VERSION:
+        raise KitError(f"{state_dir()} is of another version of the kit", "remove it with ./build.py clean --all")
     if kind.read_text().strip() == "host":
         return Docker(Path(shutil.which("docker") or "docker"), {}, own=False)
     program = state_dir() / "engine/usr/bin/docker"
@@ -278,6 +284,9 @@ def _start_engine() -> None:
 
 def _start_registry() -> None:
     folder = state_dir() / "registry"
+    program = state_dir() / "runtime/usr/bin/docker-registry"
+    if not program.exists():
+        raise KitError("there is no registry of our own here", "run ci/bootstrap.sh --yes on Debian, or set REGISTRY")
     port = _free_port(_registry_port() if (folder / "port").exists() else 0)
     write_atomic(folder / "port", f"{port}\n")
     config = f"""version: 0.1
@@ -288,7 +297,6 @@ storage:
 http: {{addr: 127.0.0.1:{port}}}
 """
     write_atomic(folder / "config.yml", config)
-    program = state_dir() / "runtime/usr/bin/docker-registry"
     with complete_step("Start the registry") as step:
         _REGISTRY.start([program, "serve", folder / "config.yml"], {}, lambda: _answers(f"http://127.0.0.1:{port}/v2/"))
         step.note(f"127.0.0.1:{port}")

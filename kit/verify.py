@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, RootModel
@@ -99,6 +100,15 @@ def _functional(made: Release, record: Record, section: FunctionalSection) -> It
         yield Finding(section="functional", what="report", result="failed", detail=f"{path} is missing")
         return
     yield _same("functional", "sha256 of the report", section.sha256, sha256_of(path))
+    yield _same("functional", "image the report names", section.image_digest, _image_named_in(path))
+
+
+def _image_named_in(report: Path) -> str:
+    """The digest that the suite read from inside the squashfs it ran in."""
+    try:
+        return str(json.loads(report.read_bytes())["release"]["image"]["digest"])
+    except (ValueError, TypeError, KeyError):
+        return "none"
 
 
 def _same(section: str, what: str, wanted: str, found: str) -> Finding:

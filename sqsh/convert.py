@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import glob
@@ -94,13 +95,14 @@ def convert(source: str | Image, out: Path, options: Options | None = None) -> R
         layers=len(image.layers),
         layers_copied=copied,
         seconds=time.monotonic() - started,
-        options=stated(options, compressor),
+        options=stated(options),
         versions={"sqsh": __version__, "compressor": compressor.version},
     )
 
 
-def stated(options: Options, compressor: Compressor) -> dict[str, str]:
-    """The options that the bytes depend on, as text."""
+def stated(options: Options) -> dict[str, str]:
+    """The options that the bytes depend on, as text; the name apart."""
+    compressor = Compressor(options.compressor, options.level, options.block_size)
     words = {"compressor": compressor.name, "level": str(compressor.level), "block_size": str(options.block_size)}
     if options.keep_owner:
         words["owner"] = "kept"
@@ -264,8 +266,11 @@ def _output(out: Path) -> Iterator[tuple[int, Callable[[], None]]]:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield handle, finish
     except OSError as error:
-        hint = "see whether the disk is full (df -h)"
-        raise SqshError(f"{out} could not be written ({error.strerror})", hint) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SqshError(
+                f"no space left on device for {out}", "make room for it; nothing else is written"
+            ) from error
+        raise SqshError(f"{out} could not be written ({error.strerror or error})") from error
     finally:
         part.unlink(missing_ok=True)
         os.close(handle)

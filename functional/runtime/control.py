@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 
-from functional.runtime.errors import RuntimeFault
+from functional.runtime.errors import RunError
 
 
-class ControlError(RuntimeFault):
+class ControlError(RunError):
     """A worker refused a control call or did not answer in time."""
 
 

@@ -1,21 +1,21 @@
 """Errors that end in one line for the user."""
 
 
-class RuntimeFault(Exception):
+class RunError(Exception):
     """A run cannot go on; the message says what, where and what to do."""
 
 
-class ConfigError(RuntimeFault):
+class ConfigError(RunError):
     """A recipe is wrong; the message names the key path and the value."""
 
 
-class ProcessDied(RuntimeFault):
+class ProcessDiedError(RunError):
     """A managed process ended while it was needed; the message carries its last log lines."""
 
 
-class RefitError(RuntimeFault):
+class RefitError(RunError):
     """A policy update did not reach every worker; admission stays shut."""
 
 
-class RolloutError(RuntimeFault):
+class RolloutError(RunError):
     """A completion could not be had, or may not be sent; the message says why."""

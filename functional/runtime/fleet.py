@@ -1,5 +1,6 @@
-"""The managed Dynamo fleet of one run: etcd, NATS JetStream, the frontend, and `dynamo.vllm` workers owned by Ray actors."""
+"""The managed fleet of one run: etcd, NATS JetStream, the frontend, and `dynamo.vllm` workers owned by Ray actors."""
 
+import contextlib
 import json
 import os
 import time
@@ -13,7 +14,7 @@ import ray
 
 from functional.runtime.config import GenerationConfig
 from functional.runtime.control import FrontendControl, WorkerControl
-from functional.runtime.errors import ProcessDied, RuntimeFault
+from functional.runtime.errors import ProcessDiedError, RunError
 from functional.runtime.paths import Programs
 from functional.runtime.ports import PortRange, is_listening
 from functional.runtime.process import ManagedProcess
@@ -22,6 +23,7 @@ SERVED_MODEL = "policy"
 WORKER_EXTENSION = "functional.engine.extension.WorkerExtension"
 TRANSFER_BACKEND = {"cpu": "gloo", "cuda": "nccl_deadline"}
 LOOPBACK_INTERFACE = "lo"
+POLL_INTERVAL_S = 0.25  # each poll of an unready worker is a line in its log
 SHARED_GPU = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
 """Environment of trainer and worker when both are NCCL ranks on one GPU (needs NCCL 2.30.7)."""
 
@@ -78,22 +80,22 @@ class Fleet:
     @property
     def frontend(self) -> FrontendControl:
         if self._frontend is None:
-            raise RuntimeFault("the fleet's frontend is not started")
+            raise RunError("the fleet's frontend is not started")
         return self._frontend
 
     def start(self) -> None:
         """Start everything and return when every worker is registered, ready and routed.
 
-        Raises ProcessDied with the first dead process's last lines, or RuntimeFault at `startup_timeout_s`.
+        Raises ProcessDiedError with the first dead process's last lines, or RunError at `startup_timeout_s`.
         """
         began = time.monotonic()
         deadline = began + self.settings.generation.dynamo_cfg.startup_timeout_s
         environment = self._start_control_plane(deadline)
         self.phases["control plane"] = time.monotonic() - began
-        self._owners = [
-            WorkerOwner.options(placement_group=placement).remote(self.settings, environment, index)  # type: ignore[attr-defined]
-            for index, placement in enumerate(self._placements)
-        ]
+        owner_class: Any = WorkerOwner
+        for index, placement in enumerate(self._placements):
+            options = {"placement_group": placement, "num_gpus": placement.bundle_specs[0]["GPU"]}
+            self._owners.append(owner_class.options(**options).remote(self.settings, environment, index))
         addresses: list[WorkerAddress] = ray.get([owner.start.remote() for owner in self._owners])
         self.ports.given += [port for address in addresses for port in address.ports]
         self.phases["workers launched"] = time.monotonic() - began
@@ -165,7 +167,7 @@ class Fleet:
         while not all(is_listening(port) for port in ports):
             self.check()
             if time.monotonic() > deadline:
-                raise RuntimeFault(f"{what} did not listen before dynamo_cfg.startup_timeout_s ran out")
+                raise RunError(f"{what} did not listen before dynamo_cfg.startup_timeout_s ran out")
             time.sleep(0.02)
 
     def _wait_until_serving(self, addresses: list[WorkerAddress], began: float, deadline: float) -> None:
@@ -182,11 +184,11 @@ class Fleet:
             while not holds():
                 self.check()
                 if time.monotonic() > deadline:
-                    raise RuntimeFault(
+                    raise RunError(
                         f"fleet start-up: «{what}» did not come within dynamo_cfg.startup_timeout_s="
                         f"{self.settings.generation.dynamo_cfg.startup_timeout_s:g}; see {self.settings.log_dir}"
                     )
-                time.sleep(0.1)
+                time.sleep(POLL_INTERVAL_S)
             self.phases[what] = time.monotonic() - began
             self._progress(f"{what} after {self.phases[what]:.1f} s")
         ids = self.frontend.instances("generate")
@@ -195,25 +197,25 @@ class Fleet:
         ]
 
     def check(self) -> None:
-        """Raise ProcessDied for the first process of the fleet that has ended."""
+        """Raise ProcessDiedError for the first process of the fleet that has ended."""
         for process in self._processes:
             process.check()
         if self._owners:
             try:
                 problems = ray.get([owner.problem.remote() for owner in self._owners], timeout=20)
             except ray.exceptions.RayError as error:
-                raise ProcessDied(f"a worker's owner is gone: {' '.join(str(error).split())[:300]}") from error
+                raise ProcessDiedError(f"a worker's owner is gone: {' '.join(str(error).split())[:300]}") from error
             for problem in filter(None, problems):
-                raise ProcessDied(problem)
+                raise ProcessDiedError(problem)
 
     def check_membership(self) -> None:
-        """Raise RuntimeFault unless exactly the workers of start-up are registered at `generate` and `rl`."""
+        """Raise RunError unless exactly the workers of start-up are registered at `generate` and `rl`."""
         self.check()
         expected = sorted(worker.instance_id for worker in self.workers)
         for endpoint in ("generate", "rl"):
             found = sorted(self.frontend.instances(endpoint).values())
             if found != expected:
-                raise RuntimeFault(f"fleet membership changed at {endpoint!r}: expected {expected}, found {found}")
+                raise RunError(f"fleet membership changed at {endpoint!r}: expected {expected}, found {found}")
 
     def pids(self) -> dict[str, list[int]]:
         """Process ids by name, for the run's record and for tests that inject faults."""
@@ -232,10 +234,9 @@ class Fleet:
         for worker in self.workers:
             worker.control.close()
         for owner in self._owners:
-            try:
+            # An owner that is gone took its lifeline with it, and the worker's guard ended the worker.
+            with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(owner.stop.remote(), timeout=40)
-            except ray.exceptions.RayError:
-                pass  # the owner is gone; its worker's guard ended the worker when the lifeline closed
             ray.kill(owner)
         self._owners = []
         for process in reversed(self._processes):
@@ -270,13 +271,15 @@ class WorkerOwner:
                 "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": str(settings.generation.dynamo_cfg.control_timeout_s + 15),
                 "VLLM_PORT": str(engine),
                 "VLLM_HOST_IP": settings.address,
+                "VLLM_RENDEZVOUS_DIR": str(settings.run_dir),
                 "VLLM_NO_USAGE_STATS": "1",
                 "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",  # by the time it is told to stop, nothing is under way
                 "HF_HUB_OFFLINE": "1",
-                "TORCH_COMPILE_DISABLE": "1",  # a quarter of a minute of start-up for kernels an eager engine never runs
             }
             | self._device_environment()
         )
+        if settings.generation.vllm_cfg.enforce_eager:
+            environment["TORCH_COMPILE_DISABLE"] = "1"  # start-up time for kernels that an eager engine never runs
         events = settings.run_dir / f"kv{self.index}"
         command = worker_command(settings, events)
         log = settings.log_dir / f"worker-{self.index}.log"
@@ -297,7 +300,7 @@ class WorkerOwner:
         try:
             if self._process is not None:
                 self._process.check()
-        except ProcessDied as died:
+        except ProcessDiedError as died:
             return str(died)
         return None
 

@@ -1,6 +1,8 @@
 """Run one command so that nothing of it survives: not its children, not when whoever started it is killed.
 
-    python guard.py LIFELINE_FD GRACE_SECONDS COMMAND...
+    python guard.py LIFELINE_FD GRACE_SECONDS FOLDER COMMAND...
+
+FOLDER, if not empty, is removed once the command's last process has ended.
 
 The guard is a child subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): every orphan below it comes to it. It ends the whole
 tree when the command ends, when it gets SIGTERM or SIGINT, or when the pipe LIFELINE_FD reports end of file, which the
@@ -10,16 +12,18 @@ kernel causes when the starter dies, however it dies. Standard library only: it 
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(lifeline: int, grace_s: float, command: list[str]) -> int:
+def main(lifeline: int, grace_s: float, folder: str, command: list[str]) -> int:
     """Run `command` in its own session and return its exit status (128 + N after signal N)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -53,6 +57,8 @@ def main(lifeline: int, grace_s: float, command: list[str]) -> int:
             stop_requested = True
         status = _reap(child.pid)
     end_status = _end_tree(child.pid, grace_s, status)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     return end_status
 
 
@@ -103,16 +109,13 @@ def _signal_all(pids: list[int], signum: int) -> None:
 def descendants(root: int) -> list[int]:
     """Process ids below `root`, from /proc, zombies left out."""
     children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as stat:
-                fields = stat.read().rpartition(")")[2].split()
+            fields = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if fields[0] != "Z":
-            children.setdefault(int(fields[1]), []).append(int(entry))
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
     found: list[int] = []
     queue = [root]
     while queue:
@@ -123,4 +126,4 @@ def descendants(root: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:]))

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 FIRST, LAST = 20000, 29999
 
@@ -39,7 +40,7 @@ def is_listening(port: int) -> bool:
     wanted = f":{port:04X}"
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
-            with open(table, encoding="ascii") as rows:
+            with Path(table).open(encoding="ascii") as rows:
                 next(rows)
                 if any(fields[1].endswith(wanted) and fields[3] == "0A" for fields in map(str.split, rows)):
                     return True

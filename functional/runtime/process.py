@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from functional.runtime import guard
-from functional.runtime.errors import ProcessDied
+from functional.runtime.errors import ProcessDiedError
 
 LOG_TAIL_LINES = 12
+NOISE = re.compile(r"tower_http::trace|InputProcessor is deprecated|nanobind: ")
+"""Lines that say nothing of why a process ended: answers to our own health polls, deprecations, exit-time leaks."""
 
 
 class ManagedProcess:
@@ -29,7 +31,7 @@ class ManagedProcess:
         try:
             with log.open("ab") as output:
                 self._guard = subprocess.Popen(
-                    [sys.executable, "-S", "-E", guard.__file__, str(read_end), str(grace_s), *command],
+                    [sys.executable, "-S", "-E", guard.__file__, str(read_end), str(grace_s), "", *command],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -53,10 +55,11 @@ class ManagedProcess:
         return self._guard.poll()
 
     def check(self) -> None:
-        """Raise ProcessDied, with the last lines of the log, if the process has ended."""
+        """Raise ProcessDiedError, with the last lines of the log, if the process has ended."""
         status = self.exit_status()
         if status is not None:
-            raise ProcessDied(f"{self.name} {describe_status(status)}; last lines of {self.log}:\n{tail(self.log)}")
+            end = describe_status(status)
+            raise ProcessDiedError(f"{self.name} {end}; last lines of {self.log}:\n{tail(self.log)}")
 
     def stop(self) -> None:
         """End the process and everything below it; returns when nothing is left. May be called again."""
@@ -89,9 +92,9 @@ def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 16384))
+            file.seek(max(0, file.tell() - 65536))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return "(no log)"
-    clean = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    clean = [line for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if not NOISE.search(line)]
     return "\n".join(f"  | {line[:240]}" for line in clean[-lines:])

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from functional.runtime.errors import RefitError, RuntimeFault
+from functional.runtime.errors import RefitError, RunError
 from functional.runtime.fleet import Worker
 from functional.runtime.rollout import AdmissionGate, Completion
 
@@ -116,7 +116,7 @@ class FleetRefit:
         began = time.monotonic()
         try:
             result = self._update(version)
-        except RuntimeFault as error:
+        except RunError as error:
             self._grouped = False
             raise RefitError(f"update to policy version {version} failed: {error}") from error
         result.total_s = time.monotonic() - began
@@ -168,7 +168,7 @@ class FleetRefit:
         worker = self._workers[0]
         try:
             self._rpc(worker, "prove_weights", expected=self._source.expected_proof(), allow_unpaused=True)
-        except RuntimeFault as refusal:
+        except RunError as refusal:
             return str(refusal)
         raise RefitError(
             f"worker {worker.index} accepted a proof of weights it was never sent: the proof proves nothing"
@@ -236,7 +236,7 @@ class FleetRefit:
         """Run `action` on every worker beside the trainer's own part; a failed side ends the other's wait."""
         try:
             self._on_all(action)
-        except RuntimeFault as error:
+        except RunError as error:
             self._source.abort(str(error))
             own.exception()
             raise

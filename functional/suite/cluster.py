@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.config import Recipe
-from functional.runtime.errors import RuntimeFault
+from functional.runtime.errors import RunError
 
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 
@@ -18,6 +18,8 @@ def ray_environment() -> dict[str, str]:
     return {
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else workers start by `uv run` again
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's switch for machines whose node address is the loopback: then it listens on no other.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_raylet_start_wait_time_s": "120",  # 30 s are too few on a busy two-core machine
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray leaves one in the home folder
@@ -25,7 +27,7 @@ def ray_environment() -> dict[str, str]:
 
 
 @contextmanager
-def local_ray(run_dir: Path, recipe: Recipe, address: str) -> Iterator[None]:
+def local_ray(run_dir: Path, recipe: Recipe) -> Iterator[None]:
     """A Ray cluster of this machine alone. On CPU, and where one GPU is shared, Ray's GPUs are virtual devices."""
     import ray
 
@@ -39,7 +41,6 @@ def local_ray(run_dir: Path, recipe: Recipe, address: str) -> Iterator[None]:
         configure_logging=False,
         object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=str(run_dir / "ray"),
-        _node_ip_address=address,
     )
     try:
         yield
@@ -47,12 +48,12 @@ def local_ray(run_dir: Path, recipe: Recipe, address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def reserve(count: int) -> list[Any]:
-    """`count` placement groups of one device each. Raises RuntimeFault when Ray cannot place them."""
+def reserve(sizes: list[int]) -> list[Any]:
+    """One placement group per entry, of that many devices of one node. Raises RunError when Ray cannot place them."""
     from ray.util.placement_group import placement_group
 
-    groups = [placement_group([{"GPU": 1}]) for _ in range(count)]
+    groups = [placement_group([{"GPU": size}], strategy="STRICT_PACK") for size in sizes]
     for index, group in enumerate(groups):
         if not group.wait(30):
-            raise RuntimeFault(f"Ray cannot place device {index + 1} of {count}: see cluster.gpus_per_node")
+            raise RunError(f"Ray cannot place group {index + 1} of {sizes} devices: see cluster.gpus_per_node")
     return groups

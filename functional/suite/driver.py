@@ -1,8 +1,9 @@
 """One run of the suite: bring the fleet up, sync, train the recipe's steps, check everything, take it all down, report.
 
-    python -m functional.suite.driver RECIPE OUT [key=value …]
+    python -m functional.suite.driver RECIPE OUT RUN_DIR [key=value …]
 
-`functional run` starts this under a guard, so that nothing of a run outlives it.
+`functional run` starts this under a guard, so that nothing of a run outlives it. RUN_DIR is an empty folder for sockets
+and data; it goes away with the run.
 """
 
 import asyncio
@@ -11,7 +12,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from contextlib import ExitStack
@@ -20,15 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.config import Recipe, load_recipe
-from functional.runtime.errors import ConfigError, RuntimeFault
+from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet import Fleet, FleetSettings, Worker, new_namespace
+from functional.runtime.identity import RequestJournal
 from functional.runtime.paths import find_programs
 from functional.runtime.records import RecordWriter, RolloutRecord
 from functional.runtime.refit import FleetRefit, RefitResult
 from functional.runtime.rollout import AdmissionGate, Completion, RolloutClient, Sampling
+from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import verdicts
 from functional.suite.checks import Checklist
 from functional.suite.cluster import local_ray, reserve
+from functional.suite.flaky import flaky_proxy
 from functional.suite.leftovers import find_leftovers
 from functional.suite.models import find_model
 from functional.suite.report import write_atomically, write_report
@@ -37,14 +40,18 @@ from functional.suite.versions import read_versions
 ADDRESS = "127.0.0.1"
 WATCH_INTERVAL_S = 0.5
 PROBE_TOKENS = 24
+EVENT_DELAY_S = 0.5
 
 
-class Interrupted(RuntimeFault):
+class InterruptedRunError(RunError):
     """The run was told to stop."""
 
 
-def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
-    """Run the recipe and write `out`/report.json, junit.xml, rollouts.jsonl and logs/. Returns 0, 1, or 2 for bad input."""
+def run(recipe_path: Path, out: Path, run_dir: Path, overrides: list[str]) -> int:
+    """Run the recipe and write `out`/report.json, junit.xml, rollouts.jsonl and logs/.
+
+    Returns 0 when every check passed, 1 when not, 2 for a bad recipe or environment.
+    """
     try:
         recipe = load_recipe(recipe_path, overrides)
         programs = find_programs()
@@ -55,21 +62,27 @@ def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
     log_dir = out / "logs"
     shutil.rmtree(log_dir, ignore_errors=True)
     log_dir.mkdir()
-    for stale in ("report.json", "junit.xml", "rollouts.jsonl", "processes.json", "events.jsonl"):
+    for stale in (
+        "report.json",
+        "junit.xml",
+        "rollouts.jsonl",
+        "requests.jsonl",
+        "metrics.jsonl",
+        "processes.json",
+        "events.jsonl",
+    ):
         (out / stale).unlink(missing_ok=True)
-    run_dir = Path(tempfile.mkdtemp(prefix="rl", dir="/tmp"))  # short: socket paths hold at most 107 bytes
     session = Session(recipe, out, run_dir)
     session.report |= {"recipe": recipe.model_dump(mode="json"), "versions": read_versions(programs)}
-    error: str | None = None
+    failure: str | None = None
     try:
         session.run(programs)
-    except KeyboardInterrupt:
-        error = "interrupted"
-    except RuntimeFault as fault:
-        error = str(fault)
+    except RunError as fault:
+        failure = str(fault)
     except Exception as unexpected:
         (log_dir / "driver.log").write_text(traceback.format_exc(), encoding="utf-8")
-        error = f"{type(unexpected).__name__}: {' '.join(str(unexpected).split())[:500]} (traceback in {log_dir}/driver.log)"
+        what = f"{type(unexpected).__name__}: {' '.join(str(unexpected).split())[:500]}"
+        failure = f"{what} (traceback in {log_dir}/driver.log)"
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end below is bounded, and must not be cut short
         session.say("taking the run down")
@@ -80,8 +93,8 @@ def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
         "teardown.nothing_left", not leftovers, "; ".join(leftovers) or "no process, port or folder of the run is left"
     )
     session.report["seconds"] = time.monotonic() - session.began
-    write_report(out, session.report, session.checks.checks, error)
-    return session.summarize(error)
+    write_report(out, session.report, session.checks.checks, failure)
+    return session.summarize(failure)
 
 
 class Session:
@@ -101,10 +114,10 @@ class Session:
         """One line of progress with the seconds since the start."""
         print(f"[{time.monotonic() - self.began:6.1f} s] {what}", flush=True)
 
-    def event(self, name: str) -> None:
+    def event(self, name: str, **details: str) -> None:
         """Append to events.jsonl: what the run is doing now, for whoever watches it from outside."""
         with (self.out / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time.time(), "event": name}) + "\n")
+            file.write(json.dumps({"time": time.time(), "event": name, **details}) + "\n")
 
     def close(self) -> None:
         """End everything that was started, last first; a failing step does not keep the others from running."""
@@ -117,15 +130,17 @@ class Session:
     def run(self, programs: Any) -> None:
         """Everything between start and teardown."""
         recipe, generation = self.recipe, self.recipe.policy.generation
+        self._name_processes({})
+        self.event("run: starting", run_dir=str(self.run_dir))
         model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
-        self._phase("ray", lambda: self._stack.enter_context(local_ray(self.run_dir, recipe, ADDRESS)))
+        self._phase("ray", lambda: self._stack.enter_context(local_ray(self.run_dir, recipe)))
         signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set its own
 
         import ray
 
         from functional.suite.trainer import RemoteWeights, Trainer
 
-        placements = reserve(1 + recipe.num_engines)
+        placements = reserve([1] + [recipe.devices_per_engine] * recipe.num_engines)
         trainer = Trainer.options(placement_group=placements[0]).remote(recipe, model_dir)  # type: ignore[attr-defined]
         self._stack.callback(ray.kill, trainer)
         settings = FleetSettings(
@@ -142,6 +157,7 @@ class Session:
         fleet = Fleet(settings, placements[1:], self.say)
         self._stack.callback(fleet.shutdown)
         self._stack.callback(lambda: self.ports.extend(fleet.listening_ports()))
+        self.event("fleet: starting")
         self._phase("fleet", fleet.start)
         self.report["fleet_phases"] = fleet.phases
         self.report["topology"] = {
@@ -152,10 +168,14 @@ class Session:
         }
         parameters = self._phase("trainer", lambda: watched(fleet, trainer.ready.remote()))
         self.report["parameters"] = parameters
-        pids = fleet.pids() | {"driver": [os.getpid()]}
-        write_atomically(self.out / "processes.json", json.dumps(pids, indent=2) + "\n")
+        self._name_processes(fleet.pids())
         weights = RemoteWeights(trainer, generation.dynamo_cfg.control_timeout_s)
         self._train(fleet, trainer, weights, model_dir)
+
+    def _name_processes(self, fleet: dict[str, list[int]]) -> None:
+        """Write processes.json: process ids by name, for whoever watches the run from outside."""
+        pids = {"driver": [os.getpid()], **fleet}
+        write_atomically(self.out / "processes.json", json.dumps(pids, indent=2) + "\n")
 
     def _phase(self, name: str, action: Any) -> Any:
         began = time.monotonic()
@@ -174,20 +194,25 @@ class Session:
         task = make_task(recipe.data.dataset_name, tokenizer, recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
         model_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         gate = AdmissionGate()
-        client = RolloutClient(
-            fleet.frontend.url,
-            gate,
+        journal = RequestJournal(self.out / "requests.jsonl")
+        self._stack.callback(journal.close)
+        url = fleet.frontend.url
+        if recipe.faults.break_connections:
+            url = self._stack.enter_context(flaky_proxy(url, recipe.faults.break_connections, recipe.grpo.seed))
+        limits = (
             model_config["vocab_size"],
             generation.vllm_cfg.max_model_len,
             generation.dynamo_cfg.request_timeout_s,
         )
+        client = RolloutClient(url, gate, *limits, journal)
+        prober = RolloutClient(fleet.frontend.url, gate, *limits, journal)
         sampling = Sampling(generation.max_new_tokens, generation.temperature)
         probe_prompt = probe_tokens(task.prompts(0), generation.vllm_cfg.block_size)
 
         probe_sampling = Sampling(PROBE_TOKENS, generation.temperature, ignore_eos=True)
 
         def probe(worker: Worker) -> Completion:
-            return asyncio.run(client.complete_on(worker.instance_id, probe_prompt, probe_sampling))
+            return asyncio.run(prober.complete_on(worker.instance_id, probe_prompt, probe_sampling))
 
         refit = FleetRefit(
             fleet.workers,
@@ -200,11 +225,16 @@ class Session:
             on_step=lambda version, name: self.event(f"refit {version}: {name}"),
         )
         records = self._stack.enter_context(RecordWriter(self.out / "rollouts.jsonl"))
+        sinks = open_sinks(recipe.logger, self.out)
+        telemetry = Telemetry(fleet, generation.dynamo_cfg, sinks, lambda: len(self.report["steps"]))
+        self._stack.enter_context(telemetry)
         self._refit(fleet, refit, 0)
+        self.report["sockets"] = [asdict(s) for s in verdicts.check_sockets(self.checks)]
         for step in range(1, recipe.grpo.max_num_steps + 1):
             batch = self._rollouts(fleet, client, sampling, task, step, records)
             metrics = watched(fleet, trainer.train.remote(batch.samples()))
             self.report["steps"].append(asdict_step(step, batch, metrics))
+            telemetry.write({f"train/{name}": value for name, value in metrics.items()}, step)
             verdicts.check_step(self.checks, step, batch, metrics, recipe.checks)
             self.say(f"step {step}: reward {batch.mean_reward:.3f}, " + verdicts.describe_step(metrics))
             verdicts.check_stale_refused(self.checks, step, refit)
@@ -213,9 +243,30 @@ class Session:
             fleet, client, [p.token_ids for p in task.prompts(recipe.grpo.max_num_steps + 1)], sampling
         )
         verdicts.check_post_update(self.checks, final, refit.version)
-        verdicts.check_cache_events(self.checks, fleet)
+        self._check_overlap(fleet, client, prober, probe_prompt, probe_sampling)
+        verdicts.check_routing(self.checks, fleet, records.instance_ids)
         fleet.check_membership()
+        telemetry.poll()
+        verdicts.check_telemetry(self.checks, telemetry)
+        self.report["requests"] = verdicts.check_join(self.checks, journal.attempts, fleet, self.out / "logs")
         self._keep_metrics(fleet)
+
+    def _check_overlap(
+        self, fleet: Fleet, client: RolloutClient, prober: RolloutClient, prompt: tuple[int, ...], sampling: Sampling
+    ) -> None:
+        """A shared prefix overlaps the second time the router sees it, and no more once the caches are cleared."""
+
+        def routed() -> Completion:
+            time.sleep(EVENT_DELAY_S)  # cache events reach the router behind the answers
+            return asyncio.run(client.complete_all([prompt], sampling))[0]
+
+        routed()
+        warm = routed()
+        for worker in fleet.workers:
+            worker.control.call("flush_cache")
+            # An engine tells of a clear with its next step.
+            asyncio.run(prober.complete_on(worker.instance_id, prompt[:4], Sampling(1, sampling.temperature)))
+        verdicts.check_overlap(self.checks, warm, routed())
 
     def _keep_metrics(self, fleet: Fleet) -> None:
         logs = self.out / "logs"
@@ -228,7 +279,7 @@ class Session:
         cleared = verdicts.cleared_events(fleet)
         try:
             result: RefitResult = refit.update(version)
-        except RuntimeFault:
+        except RunError:
             fleet.check()  # a dead process is the first cause
             raise
         self.report["refits"].append(asdict(result))
@@ -251,7 +302,7 @@ class Session:
 
         try:
             return asyncio.run(under_watch())
-        except RuntimeFault:
+        except RunError:
             _recheck(fleet)
             raise
 
@@ -272,7 +323,7 @@ class Session:
                     step=step,
                     group=index // generations,
                     rollout=index,
-                    attempt=1,
+                    attempt=completion.attempt,
                     policy_version=step - 1,
                     request_id=completion.request_id,
                     instance_id=completion.instance_id,
@@ -308,7 +359,7 @@ class Session:
 
 
 def watched(fleet: Fleet, reference: Any) -> Any:
-    """The value of a Ray reference, unless a process of the fleet dies first: then ProcessDied."""
+    """The value of a Ray reference, unless a process of the fleet dies first: then ProcessDiedError."""
     import ray
     from ray.exceptions import RayError
 
@@ -318,7 +369,7 @@ def watched(fleet: Fleet, reference: Any) -> Any:
         return ray.get(reference)
     except RayError as error:
         cause = getattr(error, "cause", None) or error
-        raise RuntimeFault(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:400]}") from error
+        raise RunError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:400]}") from error
 
 
 def _recheck(fleet: Fleet, patience_s: float = 3.0) -> None:
@@ -344,9 +395,9 @@ def asdict_step(step: int, batch: verdicts.RolloutBatch, metrics: dict[str, floa
 
 
 def _interrupt(signum: int, _frame: Any) -> None:
-    raise Interrupted(f"stopped by {signal.Signals(signum).name}")
+    raise InterruptedRunError(f"stopped by {signal.Signals(signum).name}")
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _interrupt)
-    sys.exit(run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))
+    sys.exit(run(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))

@@ -1,0 +1,136 @@
+"""Which answers may be trained on, which prompts may be sent, and the admission gate."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from functional.runtime.errors import RolloutError
+from functional.runtime.rollout import AdmissionGate, RolloutClient, Sampling, read_completion
+
+REQUEST = "6f1b2b3c-0000-4000-8000-000000000001"
+PROMPT = (5, 6, 7)
+
+
+def answer(**changes):
+    """An answer as Dynamo 1.3.0.post1 gives it, with `a__b=value` changes."""
+    body = {
+        "id": f"cmpl-{REQUEST}",
+        "choices": [{"logprobs": {"token_logprobs": [-0.5, -1.5]}, "finish_reason": "length"}],
+        "usage": {"prompt_tokens_details": {"cached_tokens": 2}},
+        "nvext": {
+            "worker_id": {"decode_worker_id": 42},
+            "completion_token_ids": [8, 9],
+            "engine_data": {
+                "prompt_token_ids": list(PROMPT),
+                "completion_token_ids": [8, 9],
+                "completion_logprobs": [-0.5, -1.5],
+            },
+            "timing": {"kv_hit_rate": 0.5},
+        },
+    }
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        place = body
+        for parent in parents:
+            place = place[parent]
+        if value is None:
+            del place[last]
+        else:
+            place[last] = value
+    return body
+
+
+def read(max_tokens=4, **changes):
+    return read_completion(answer(**changes), REQUEST, PROMPT, Sampling(max_tokens), 0.0)
+
+
+def test_a_whole_answer_has_no_problem():
+    completion = read()
+    assert completion.problem is None
+    assert completion.token_ids == (8, 9)
+    assert completion.logprobs == (-0.5, -1.5)
+    assert (completion.instance_id, completion.cached_tokens, completion.kv_hit_rate) == (42, 2, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"id": "cmpl-other"}, "another request"),
+        ({"choices": [{}, {}]}, "2 choices"),
+        ({"nvext__completion_token_ids": None}, "no completion token IDs"),
+        ({"nvext": {}}, "no completion token IDs"),
+        ({"nvext__completion_token_ids": [8, 10]}, "differ"),
+        ({"nvext__engine_data__completion_logprobs": None}, "no completion log-probs"),
+        ({"nvext__engine_data__completion_logprobs": [-0.5]}, "1 log-probs for 2"),
+        ({"nvext__engine_data__completion_logprobs": [-0.5, float("nan")]}, "not finite"),
+        ({"nvext__engine_data__completion_logprobs": [-0.5, 0.5]}, "above zero"),
+        ({"nvext__engine_data__completion_logprobs": [-0.5, float("-inf")]}, "not finite"),
+        ({"choices": [{"logprobs": None}]}, "does not hold one log-prob per token"),
+        ({"choices": [{"logprobs": {"token_logprobs": [-0.5, -1.0]}}]}, "differ"),
+        ({"nvext__engine_data__prompt_token_ids": [5, 6, 8]}, "another prompt"),
+        ({"nvext__engine_data__prompt_token_ids": None}, "another prompt"),
+        ({"nvext__worker_id": {}}, "does not name the worker"),
+    ],
+)
+def test_a_broken_answer_names_its_problem(changes, problem):
+    found = read(**changes).problem
+    assert found is not None
+    assert problem in found
+
+
+def test_more_tokens_than_allowed():
+    assert "2 tokens generated, 1 allowed" in (read(max_tokens=1).problem or "")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 4, "empty"),
+        ([1, 100], 4, "token ID 100, outside the vocabulary of 100"),
+        ([-1], 4, "token ID -1"),
+        ([1] * 13, 4, "exceeds the context of 16"),
+        ([1] * 16, 1, "exceeds the context of 16"),
+    ],
+)
+def test_what_dynamo_would_answer_badly_is_not_sent(prompt, max_tokens, message):
+    # Nothing listens at this address: an attempt to send would fail with another error.
+    client = RolloutClient("http://127.0.0.1:9", AdmissionGate(), vocab_size=100, max_model_len=16, timeout_s=1)
+    with pytest.raises(RolloutError, match=message):
+        asyncio.run(client.complete_all([prompt], Sampling(max_tokens)))
+
+
+def test_an_unreachable_frontend_is_one_clear_error():
+    client = RolloutClient("http://127.0.0.1:9", AdmissionGate(), vocab_size=100, max_model_len=16, timeout_s=1)
+    with pytest.raises(RolloutError, match=r"request .*ConnectError"):
+        asyncio.run(client.complete_all([[1, 2]], Sampling(2)))
+
+
+def test_the_gate_waits_for_what_is_inside_and_then_refuses():
+    gate = AdmissionGate()
+    gate.enter()
+    left = []
+
+    def leave_later():
+        time.sleep(0.2)
+        left.append(time.monotonic())
+        gate.leave()
+
+    thread = threading.Thread(target=leave_later)
+    thread.start()
+    gate.close_and_drain(5)
+    assert left, "drained before the rollout inside had left"
+    thread.join()
+    with pytest.raises(RolloutError, match="admission is shut"):
+        gate.enter()
+    gate.reopen()
+    gate.enter()
+
+
+def test_a_drain_that_takes_too_long_leaves_the_gate_shut():
+    gate = AdmissionGate()
+    gate.enter()
+    with pytest.raises(RolloutError, match="1 rollouts still under way"):
+        gate.close_and_drain(0.05)
+    assert not gate.is_open
