@@ -19,6 +19,7 @@ from sqsh.compress import IDS
 from sqsh.convert import Options, Result, convert
 from sqsh.errors import SqshError, UsageError
 from sqsh.stream import Limits
+from sqsh.verify import verify
 
 UNITS = {"": 1, "k": 1000, "K": 1024, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-size", type=_size, default=Limits.bytes, metavar="BYTES", help="what a layer may unpack to (1T)")
     add("--max-ratio", type=int, default=Limits.ratio, help="of a large layer's unpacked to its packed size (400)")
     add("--max-entries", type=int, default=Limits.entries, help="in a layer (10 million)")
+    add("--verify", action="store_true", help="read the result back and hold it against the layers, entry by entry")
     add("--json", action="store_true", help="print the result as JSON")
     add("--quiet", action="store_true", help="say nothing but errors")
     add("--debug", action="store_true", help="show a traceback on errors")
@@ -99,6 +101,9 @@ def _convert(arguments: argparse.Namespace) -> Result:
         f"{result.out}: {_text(result.size)} in {result.seconds:.1f} s, {result.inodes} inodes, "
         f"{result.layers_copied} of {result.layers} layers from an earlier output, from {result.digest}"
     )
+    if arguments.verify:
+        count = verify(arguments.image, arguments.out, options)
+        say.line(f"{result.out}: all of its {count} entries are as the layers have them")
     return result
 
 

@@ -12,20 +12,21 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from sqsh import __version__
-from sqsh.blocks import Changed, DataArea, FileData
+from sqsh.blocks import Block, Changed, DataArea, Earlier, FileData
 from sqsh.cache import Cache, Found, Recorded
 from sqsh.compress import Compressor
 from sqsh.contract import StartedTree, inode_tree
-from sqsh.enroot_files import parse_config, start_files
+from sqsh.enroot_files import ImageConfig, parse_config, start_files
 from sqsh.errors import BadImage, SqshError, UsageError
 from sqsh.image import Image, find_image
-from sqsh.squashfs import Written, data_start, write_tables
+from sqsh.squashfs import Inode, Written, data_start, write_tables
 from sqsh.stream import Blob, LayerStream, Limits
 from sqsh.tar import TarReader
 from sqsh.tree import Layer, Node, Tree
@@ -115,41 +116,33 @@ def _convert(image: Image, out: Path, options: Options, compressor: Compressor, 
     config = parse_config(image.config)
     cache = Cache(options.cache, options.cache_size, compressor) if options.cache is not None else None
     threads = options.processors or len(os.sched_getaffinity(0))
-    done = _Progress(options.progress, image.size)
     with _output(out) as (handle, finish):
         with DataArea(handle, data_start(compressor), compressor, options.block_size, threads) as area:
-            tree = Tree()
-            recorded: list[Recorded] = []
-            copied = 0
-            for blob in reversed(image.layers):
-                reading = _Reading(blob, area, options.limits, done)
-                found = cache.find(blob.digest) if cache is not None and look else None
-                layer = tree.layer(blob.digest)
-                if found is not None and _replay(found, layer, tree, area, reading):
-                    copied += 1
-                    done(blob.size)
-                elif found is None:
-                    _read(layer, tree, reading)
-                area.end_layer()
-                if cache is not None:
-                    recorded.append(Recorded(blob.digest, reading.members))
-            tree.finish()
-            root = inode_tree(tree.root, config.epoch, keep_owner=options.keep_owner, keep_modes=options.plain)
-            if not options.plain:
-                started = StartedTree(root, config.epoch, lambda content: _store(area, content))
-                added = start_files(config)
-                for warning in added.warnings:
-                    options.note(f"note: {warning}")
-                for path, text in {**added.contents, IMAGE_JSON: image_json(image, options.name)}.items():
-                    started.write(path, text.encode(errors="surrogateescape"))
-                started.make_folder(config.workdir)
-                started.empty("dev")
+            layers = Layers(image, area, options, cache if look else None)
+            root = final_tree(layers, image, config, options)
             area.finish()
             written = write_tables(handle, area, root, compressor, config.epoch)
         finish()
         if cache is not None:
-            cache.keep(recorded, out, handle, area.fragments)
-    return written, copied
+            cache.keep(layers.recorded, out, handle, area.fragments)
+    return written, layers.copied
+
+
+def final_tree(layers: Layers, image: Image, config: ImageConfig, options: Options) -> Inode:
+    """The whole tree, its files' content taken in by the layers' area."""
+    tree = layers.read()
+    root = inode_tree(tree.root, config.epoch, keep_owner=options.keep_owner, keep_modes=options.plain)
+    if options.plain:
+        return root
+    started = StartedTree(root, config.epoch, layers.store)
+    added = start_files(config)
+    for warning in added.warnings:
+        options.note(f"note: {warning}")
+    for path, text in {**added.contents, IMAGE_JSON: image_json(image, options.name)}.items():
+        started.write(path, text.encode(errors="surrogateescape"))
+    started.make_folder(config.workdir)
+    started.empty("dev")
+    return root
 
 
 def image_json(image: Image, name: str) -> str:
@@ -157,71 +150,94 @@ def image_json(image: Image, name: str) -> str:
     return json.dumps({"digest": image.digest, "name": name, "media_type": image.media_type}, indent=2) + "\n"
 
 
-class _Reading:
-    """One layer on its way in; `members` become the index of it."""
+class Area(Protocol):
+    """Takes in the content of files."""
 
-    def __init__(self, blob: Blob, area: DataArea, limits: Limits, progress: Callable[[int], None]) -> None:
-        self.blob = blob
-        self.area = area
-        self.limits = limits
-        self.progress = progress
-        self.members: list[Node] = []
+    block_size: int
 
-    @contextmanager
-    def open(self, progress: Callable[[int], None]) -> Iterator[TarReader]:
-        with LayerStream(self.blob, self.limits, progress) as stream:
-            yield TarReader(stream, self.blob.digest)
+    def add(self, size: int, blocks: Iterable[Block]) -> FileData: ...
 
-    def fill(self, wanted: list[Node]) -> None:
-        """Read the layer again for the content of some of its files."""
+    def add_earlier(self, old: FileData, earlier: Earlier) -> FileData: ...
+
+    def end_layer(self) -> None: ...
+
+
+class Layers:
+    """An image's layers on their way into a tree, the top one first. `recorded` is what the cache keeps of them."""
+
+    def __init__(self, image: Image, area: Area, options: Options, cache: Cache | None) -> None:
+        self._image = image
+        self._area = area
+        self._limits = options.limits
+        self._cache = cache
+        self._progress = _Progress(options.progress, image.size)
+        self._tree = Tree()
+        self.recorded: list[Recorded] = []
+        self.copied = 0
+
+    def read(self) -> Tree:
+        for blob in reversed(self._image.layers):
+            layer = self._tree.layer(blob.digest)
+            found = self._cache.find(blob.digest) if self._cache is not None else None
+            nodes = self._stream(blob, layer) if found is None else self._replay(blob, layer, found)
+            self._area.end_layer()
+            self.recorded.append(Recorded(blob.digest, nodes))
+        self._tree.finish()
+        return self._tree
+
+    def store(self, content: bytes) -> FileData:
+        """Content that is in no layer."""
+        size = self._area.block_size
+        return self._area.add(len(content), [content[at : at + size] for at in range(0, len(content), size)])
+
+    def _stream(self, blob: Blob, layer: Layer) -> list[Node]:
+        """Take a layer in from its stream. What hard links need that was passed over takes a second reading."""
+        nodes: list[Node] = []
+        with self._open(blob, self._progress) as reader:
+            for number, member in enumerate(reader.members()):
+                if number >= self._limits.entries:
+                    raise BadImage(
+                        f"the layer {blob.digest} has more than {number} entries", "--max-entries allows more"
+                    )
+                node = Node(member, number)
+                if layer.add(node):
+                    node.data = self._area.add(member.size, reader.data(member, self._area.block_size))
+                nodes.append(node)
+        self._fill(blob, self._tree.add(layer))
+        return nodes
+
+    def _replay(self, blob: Blob, layer: Layer, found: Found) -> list[Node]:
+        """Take a layer in from an earlier output, if that has all that shows, else its content from the layer."""
+        nodes = [Node(member, number) for number, member in enumerate(found.members)]
+        wanted = [node for node in nodes if layer.add(node)]
+        at_once = {id(node) for node in wanted}
+        late = [node for node in self._tree.add(layer) if id(node) not in at_once]
+        if any(found.data[node.number] is None for node in (*wanted, *late)):
+            self._fill(blob, wanted)
+            self._fill(blob, late)
+            return nodes
+        for node in (*wanted, *late):
+            data = found.data[node.number]
+            assert data is not None
+            node.data = self._area.add_earlier(data, found.earlier)
+        self.copied += 1
+        self._progress(blob.size)
+        return nodes
+
+    def _fill(self, blob: Blob, wanted: list[Node]) -> None:
+        """Read a layer for the content of some of its files, in their order."""
         by_number = {node.number: node for node in wanted}
         if not by_number:
             return
-        with self.open(lambda size: None) as reader:
+        with self._open(blob, lambda size: None) as reader:
             for number, member in enumerate(reader.members()):
-                node = by_number.get(number)
-                if node is not None:
-                    node.data = self.area.add(member.size, reader.data(member, self.area.block_size))
+                if (node := by_number.get(number)) is not None:
+                    node.data = self._area.add(member.size, reader.data(member, self._area.block_size))
 
-
-def _read(layer: Layer, tree: Tree, reading: _Reading) -> None:
-    """Take a layer in from its stream. What hard links need that was passed over takes a second reading."""
-    area, members = reading.area, reading.members
-    with reading.open(reading.progress) as reader:
-        for number, member in enumerate(reader.members()):
-            if number >= reading.limits.entries:
-                raise BadImage(f"the layer {layer.name} has more than {number} entries", "--max-entries allows more")
-            node = Node(member, number)
-            if layer.add(node):
-                node.data = area.add(member.size, reader.data(member, area.block_size))
-            members.append(node)
-    reading.fill(tree.add(layer))
-
-
-def _replay(found: Found, layer: Layer, tree: Tree, area: DataArea, reading: _Reading) -> bool:
-    """Take a layer in from the index of an earlier output; False if some content had to be read from the layer."""
-    wanted: list[Node] = []
-    for number, member in enumerate(found.members):
-        node = Node(member, number)
-        if layer.add(node):
-            wanted.append(node)
-        reading.members.append(node)
-    at_once = {id(node) for node in wanted}
-    late = [node for node in tree.add(layer) if id(node) not in at_once]
-    if any(found.data[node.number] is None for node in (*wanted, *late)):
-        reading.fill(wanted)
-        reading.fill(late)
-        return False
-    for node in (*wanted, *late):
-        data = found.data[node.number]
-        assert data is not None
-        node.data = area.add_earlier(data, found.earlier)
-    return True
-
-
-def _store(area: DataArea, content: bytes) -> FileData:
-    size = area.block_size
-    return area.add(len(content), [content[at : at + size] for at in range(0, len(content), size)])
+    @contextmanager
+    def _open(self, blob: Blob, progress: Callable[[int], None]) -> Iterator[TarReader]:
+        with LayerStream(blob, self._limits, progress) as stream:
+            yield TarReader(stream, blob.digest)
 
 
 class _Progress:

@@ -18,6 +18,8 @@ from typing import Any
 import zstandard
 
 from sqsh.convert import Options, Result, convert
+from sqsh.reader import Squashfs
+from sqsh.verify import verify
 
 EPOCH = 1_700_000_000
 OCI = "application/vnd.oci.image"
@@ -117,7 +119,10 @@ def made(root: Path, layers: Sequence[Sequence[Item] | bytes], options: Options 
 
 
 def converted(source: Path | str, out: Path, options: Options = PLAIN) -> Result:
-    return convert(str(source), out, options)
+    """Convert, and hold the result against the layers by our own reader too."""
+    result = convert(str(source), out, options)
+    assert verify(str(source), out, options) == len(list(Squashfs(out).walk()))
+    return result
 
 
 def unsquashed(squashfs: Path, folder: Path) -> Path:

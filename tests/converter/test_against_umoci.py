@@ -45,7 +45,8 @@ STACKS = st.lists(st.lists(STEPS, max_size=12), min_size=1, max_size=4)
 class Stack:
     """Turns steps into layers that a well-meaning builder could have written, dropping steps that make no sense.
 
-    Left out on purpose, as tools differ there: a whiteout in a layer that has entries at or below that path already.
+    Left out on purpose, as tools differ there: a whiteout in a layer that has entries at or below that path already;
+    setgid folders, whose mark the kernel hands on to folders that no layer states.
     """
 
     def __init__(self) -> None:
@@ -81,7 +82,7 @@ class Stack:
             item = hardlink(name, b"/".join(other))
             kind = self.state[other]
         elif what == "folder":
-            item, kind = folder(name, mode, xattrs=xattrs, **words), "folder"
+            item, kind = folder(name, mode & ~0o2000, xattrs=xattrs, **words), "folder"
         elif what == "symlink":
             item, kind = symlink(name, b"/".join(other)), "symlink"
         elif what == "file":
