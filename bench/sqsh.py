@@ -265,8 +265,8 @@ def table(rows: list[Row], about: dict[str, Any]) -> str:
         "# Squashfs conversion",
         "",
         f"One image: {about['layers'] / gb:.2f} GB of gzip layers, {about['unpacked'] / gb:.2f} GB unpacked, "
-        f"{about['entries']} entries; {about['processors']} processors, Linux {about['kernel']}, Python {about['python']}. "
-        "Layers in the page cache, outputs synced, zstd level 1, blocks of 128 kB. Load: the machine's before the run, "
+        f"{about['entries']} entries; {about['processors']} processors, Linux {about['kernel']}, "
+        f"Python {about['python']}. Layers in the page cache, outputs synced, zstd level 1, blocks of 128 kB. Load: the machine's before the run, "
         "others' work included; where it is above 1, CPU time compares better than wall time.",
         "",
         "| way | wall s | CPU s | peak memory MB | peak extra disk GB | size GB | load |",
@@ -300,7 +300,8 @@ def plot(rows: list[Row]) -> str:
     width, height, left = 900, 34, 430
     longest = max(max(row.wall_s, row.cpu_s) for row in rows)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height * len(rows) + 30}" font-family="sans-serif" font-size="13">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height * len(rows) + 30}" '
+        'font-family="sans-serif" font-size="13">'
     ]
     for place, row in enumerate(rows):
         y = place * height + 8

@@ -184,6 +184,7 @@ class DataArea:
         self._flush()
         while self._jobs:
             self._take_one()
+        self._sync.check()
 
     def _add_small(self, content: bytes) -> FileData:
         key = hashlib.sha256(content).digest()
@@ -320,16 +321,30 @@ class _BackgroundSync:
         self._handle = handle
         self._synced = 0
         self._busy: threading.Thread | None = None
+        self._error: OSError | None = None
 
     def wrote(self, position: int) -> None:
         if position - self._synced >= SYNC_SIZE and (self._busy is None or not self._busy.is_alive()):
+            self.check()
             self._synced = position
-            self._busy = threading.Thread(target=os.fdatasync, args=(self._handle,), name="sync", daemon=True)
+            self._busy = threading.Thread(target=self._sync, name="sync", daemon=True)
             self._busy.start()
+
+    def check(self) -> None:
+        """Wait for what is on its way and raise what the kernel said: it says so once only."""
+        self.close()
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         if self._busy is not None:
             self._busy.join()
+
+    def _sync(self) -> None:
+        try:
+            os.fdatasync(self._handle)
+        except OSError as error:
+            self._error = error
 
 
 def write_all(handle: int, parts: Sequence[Block], position: int) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from sqsh import __version__
 from sqsh.compress import IDS
 from sqsh.convert import Options, Result, convert
 from sqsh.errors import SqshError, UsageError
+from sqsh.registry import parse_reference
 from sqsh.stream import Limits
 from sqsh.verify import verify
 
@@ -29,6 +32,8 @@ def main(words: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
+        if arguments.engine == "enroot":
+            return _enroot(arguments)
         result = _convert(arguments)
     except SqshError as error:
         if arguments.debug:
@@ -55,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("image", help="a registry's reference, an OCI layout, or an archive of docker save")
     add("out", type=Path, help="the file to write")
+    add("--engine", choices=["own", "enroot"], default="own", help="enroot: let `enroot import` do it, where installed")
     add("--compressor", choices=IDS, default="zstd")
     add("--level", type=int, help="of the compressor (zstd 1, gzip 6, xz 6)")
     add("--block-size", type=_size, default=1 << 17, metavar="BYTES", help="4K to 1M (128K)")
@@ -105,6 +111,16 @@ def _convert(arguments: argparse.Namespace) -> Result:
         count = verify(arguments.image, arguments.out, options)
         say.line(f"{result.out}: all of its {count} entries are as the layers have them")
     return result
+
+
+def _enroot(arguments: argparse.Namespace) -> int:
+    """What enroot makes of it, by its own settings (ENROOT_SQUASH_OPTIONS and the like)."""
+    reference = parse_reference(arguments.image)
+    if shutil.which("enroot") is None:
+        raise UsageError("enroot is not installed", "leave --engine out")
+    separator = "@" if reference.is_digest else ":"
+    image = f"docker://{reference.host}#{reference.repository}{separator}{reference.name}"
+    return subprocess.run(["enroot", "import", "--output", arguments.out, image]).returncode and 1
 
 
 class _Say:

@@ -52,7 +52,7 @@ def test_verify_finds_one_changed_byte(layout: Path, tmp_path: Path) -> None:
         byte = file.read(1)
         file.seek(10_000_000)
         file.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(BadImage, match="/noise[12] differs"):
+    with pytest.raises(BadImage, match=r"/noise[12] differs"):
         verify(str(layout), tmp_path / "out", Options())
 
 
