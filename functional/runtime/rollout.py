@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from functional.runtime.errors import RolloutError
-from functional.runtime.fleet import SERVED_MODEL
+from functional.runtime.worker_args import SERVED_MODEL
 
 EXTRA_FIELDS = ["completion_token_ids", "engine_data", "worker_id", "timing"]
 

@@ -184,7 +184,7 @@ class Session:
             generation.dynamo_cfg.request_timeout_s,
         )
         sampling = Sampling(generation.max_new_tokens, generation.temperature)
-        probe_prompt = probe_tokens(task.prompts(0), generation.vllm_cfg.block_size)
+        probe_prompt = probe_tokens(task.prompts(0), generation.vllm_kwargs.block_size)
 
         probe_sampling = Sampling(PROBE_TOKENS, generation.temperature, ignore_eos=True)
 

@@ -14,11 +14,11 @@ from ray.exceptions import RayError, RayTaskError
 
 from functional.runtime.config import Recipe
 from functional.runtime.errors import RefitError
-from functional.runtime.fleet import SHARED_GPU
 from functional.runtime.proof import expected_proof
 from functional.runtime.refit import ProbeScore
 from functional.runtime.rollout import Completion
 from functional.runtime.sender import Sender, make_sender, update_info
+from functional.runtime.worker_args import SHARED_GPU
 from functional.suite.grpo import LossConfig
 from functional.suite.policy import Policy, Sample, collate
 

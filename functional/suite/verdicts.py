@@ -186,7 +186,7 @@ def check_post_update(checks: Checklist, completions: list[Completion], version:
 
 def check_cache_events(checks: Checklist, fleet: Fleet) -> None:
     """Under KV routing the router must have applied the workers' own cache events."""
-    if fleet.settings.generation.dynamo_cfg.frontend_args.get("router_mode", "kv") != "kv":
+    if fleet.settings.generation.dynamo_cfg.frontend_args.router_mode != "kv":
         return
     stored = count_events(fleet, "stored")
     checks.add(
@@ -216,7 +216,7 @@ def count_events(fleet: Fleet, event_type: str) -> float:
 
 def await_cleared(fleet: Fleet, before: float) -> bool | None:
     """Whether as many clear events as there are workers reached the router; None when routing does not use events."""
-    if fleet.settings.generation.dynamo_cfg.frontend_args.get("router_mode", "kv") != "kv":
+    if fleet.settings.generation.dynamo_cfg.frontend_args.router_mode != "kv":
         return None
     deadline = time.monotonic() + EVENT_PATIENCE_S
     while True:
