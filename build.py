@@ -11,7 +11,8 @@ from types import FrameType
 from typing import Annotated, NoReturn
 
 _VENV = Path(__file__).resolve().parent / ".venv"
-if Path(sys.prefix).resolve() != _VENV.resolve() and (_VENV / "bin/python").exists() and "KIT_NO_VENV" not in os.environ:
+_elsewhere = Path(sys.prefix).resolve() != _VENV.resolve()
+if _elsewhere and (_VENV / "bin/python").exists() and "KIT_NO_VENV" not in os.environ:
     os.execv(_VENV / "bin/python", [str(_VENV / "bin/python"), __file__, *sys.argv[1:]])
 
 try:

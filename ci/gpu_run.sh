@@ -14,6 +14,7 @@ carry=${CARRY:-.carry}
 work=${WORK:-/tmp/dynamo-rl}
 out=${OUT:-$PWD/gpu-out}
 recipe=${RECIPE:-functional/recipes/grpo_gpu.yaml}
+export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0} # FlashInfer is not among the parts
 base_python=$(command -v "${BASE_PYTHON:-python3}")
 deadline_s=${DEADLINE_S:-480}
 run_id="gpu-run-$$-$(date +%s)"
@@ -42,10 +43,12 @@ step() {
 unpack() {
   [ -e "$work/unpacked" ] && return
   mkdir -p "$work"
+  [ -e "$carry/part00/zstd" ] || { echo "error: $carry holds no parts: make them with ci/gpu_pack.sh" >&2; return 2; }
   chmod +x "$carry"/part00/zstd
-  LD_LIBRARY_PATH="$carry/part00" bash -c 'cat "$0"/part*/carry.* | "$0"/part00/zstd -q -d --long=27' "$carry" |
-    tar x -C "$work"
-  use_carried_nccl
+  # `set -e` does not reach into a step, whose status is asked for.
+  LD_LIBRARY_PATH="$carry/part00" bash -c 'set -o pipefail
+    cat "$0"/part*/carry.* | "$0"/part00/zstd -q -d --long=27' "$carry" | tar x -C "$work" || return
+  use_carried_nccl || return
   "$base_python" -m compileall -q -j 0 "$work/site" >"$out/compileall.log" 2>&1 || true
   touch "$work/unpacked"
 }

@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-all=(static unit squashfs road inside)
-declare -A budget=([static]=2 [unit]=3 [squashfs]=5 [road]=25 [inside]=10)
+all=(static unit stations road inside)
+declare -A budget=([static]=2 [unit]=3 [stations]=5 [road]=25 [inside]=10)
 build=(.venv/bin/python build.py)
 pytest=(.venv/bin/python -m pytest -q --ignore tests/engine --ignore tests/runtime --ignore tests/suite_math)
 summary=()
@@ -23,8 +23,9 @@ unit() {
   "${pytest[@]}" -m 'not sqsh and not image and not road'
 }
 
-squashfs() {
-  "${pytest[@]}" -m sqsh
+# The stations with real components and tiny inputs.
+stations() {
+  "${pytest[@]}" -m 'sqsh or image'
 }
 
 road() {
@@ -34,6 +35,7 @@ road() {
   done
 }
 
+# The tests of what runs in the image, in the image.
 inside() {
   local mounts=(--mount "$PWD/tests:/src/tests:ro" --mount "$PWD/functional:/src/functional:ro")
   mounts+=(--mount "$PWD/pyproject.toml:/src/pyproject.toml:ro" --mount "$PWD/ci:/src/ci:ro")

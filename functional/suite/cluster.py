@@ -18,6 +18,8 @@ def ray_environment() -> dict[str, str]:
     return {
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else workers start by `uv run` again
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's switch for machines whose node address is the loopback: then it listens on no other.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_raylet_start_wait_time_s": "120",  # 30 s are too few on a busy two-core machine
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray leaves one in the home folder
@@ -25,7 +27,7 @@ def ray_environment() -> dict[str, str]:
 
 
 @contextmanager
-def local_ray(run_dir: Path, recipe: Recipe, address: str) -> Iterator[None]:
+def local_ray(run_dir: Path, recipe: Recipe) -> Iterator[None]:
     """A Ray cluster of this machine alone. On CPU, and where one GPU is shared, Ray's GPUs are virtual devices."""
     import ray
 
@@ -39,7 +41,6 @@ def local_ray(run_dir: Path, recipe: Recipe, address: str) -> Iterator[None]:
         configure_logging=False,
         object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=str(run_dir / "ray"),
-        _node_ip_address=address,
     )
     try:
         yield

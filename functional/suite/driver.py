@@ -32,6 +32,7 @@ from functional.suite.cluster import local_ray, reserve
 from functional.suite.leftovers import find_leftovers
 from functional.suite.models import find_model
 from functional.suite.report import write_atomically, write_report
+from functional.suite.sockets import listening_sockets
 from functional.suite.versions import read_versions
 
 ADDRESS = "127.0.0.1"
@@ -120,7 +121,7 @@ class Session:
         """Everything between start and teardown."""
         recipe, generation = self.recipe, self.recipe.policy.generation
         model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
-        self._phase("ray", lambda: self._stack.enter_context(local_ray(self.run_dir, recipe, ADDRESS)))
+        self._phase("ray", lambda: self._stack.enter_context(local_ray(self.run_dir, recipe)))
         signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set its own
 
         import ray
@@ -203,6 +204,7 @@ class Session:
         )
         records = self._stack.enter_context(RecordWriter(self.out / "rollouts.jsonl"))
         self._refit(fleet, refit, 0)
+        self.report["sockets"] = [asdict(socket) for socket in listening_sockets()]
         for step in range(1, recipe.grpo.max_num_steps + 1):
             batch = self._rollouts(fleet, client, sampling, task, step, records)
             metrics = watched(fleet, trainer.train.remote(batch.samples()))

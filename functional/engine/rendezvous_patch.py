@@ -1,0 +1,35 @@
+"""Patch of vLLM 0.23.0: an engine's processes meet at a file, not at a TCP store that listens on every interface.
+
+torch's TCP store binds the wildcard address whatever address it is given. The processes of an engine share a node, so
+a file does. In force where `VLLM_RENDEZVOUS_DIR` names a folder that ends with the run.
+"""
+
+import importlib
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+FOLDER_VARIABLE = "VLLM_RENDEZVOUS_DIR"
+_EXECUTORS = ("vllm.v1.executor.uniproc_executor", "vllm.v1.executor.multiproc_executor")
+
+
+def apply() -> None:
+    """Patch both single-node executors in this process, if the variable is set."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        return
+
+    def file_init_method(_ip: str, _port: int) -> str:
+        return f"file://{Path(folder) / f'rendezvous-{uuid.uuid4().hex}'}"
+
+    for module in _modules():
+        module.get_distributed_init_method = file_init_method
+
+
+def is_applied() -> bool:
+    return all(module.get_distributed_init_method.__name__ == "file_init_method" for module in _modules())
+
+
+def _modules() -> list[Any]:
+    return [importlib.import_module(name) for name in _EXECUTORS]
