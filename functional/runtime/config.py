@@ -13,11 +13,25 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from functional.runtime.errors import ConfigError
-from functional.runtime.options import nearest_key
+from functional.runtime.options import classify, nearest_key
 from functional.runtime.redact import redacted, scrub
 from functional.runtime.rules import Problem, find_problems
 
 RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted"]
+
+
+GENERATION_HINTS = {
+    "backend": "the managed runtime is dynamo",
+    "dynamo_cfg.engine": "the managed engine is vllm",
+    "dynamo_cfg.metrics_include_prefixes": "set metrics_worker_prefixes and metrics_frontend_prefixes instead",
+    "dynamo_cfg.metrics_exclude_prefixes": "set metrics_worker_prefixes and metrics_frontend_prefixes instead",
+    "vllm_cfg.precision": "generation runs in bfloat16 only",
+    "vllm_cfg.kv_cache_dtype": "the cache has the model's precision, set auto",
+    "top_p": "must be 1.0: the trainer scores the whole distribution",
+    "top_k": "must be null: the trainer scores the whole distribution",
+}
+HINTS = {f"policy.generation.{key}": hint for key, hint in GENERATION_HINTS.items()}
+"""Said instead of pydantic's words, by key path."""
 
 
 class Section(BaseModel):
@@ -62,18 +76,17 @@ class FrontendArgs(Section):
 
 
 class DynamoConfig(Section):
-    """`policy.generation.dynamo_cfg`: the managed Dynamo runtime. Times in seconds.
-
-    Metrics are kept when their name starts with an included prefix (null: all) and no excluded one (null: those of
-    the Python process).
-    """
+    """`policy.generation.dynamo_cfg`: the managed Dynamo runtime. Times in seconds."""
 
     engine: Literal["vllm"] = "vllm"
     startup_timeout_s: float = Field(300, gt=0)
     request_timeout_s: float = Field(60, gt=0)
     control_timeout_s: float = Field(60, gt=0)
-    metrics_include_prefixes: list[str] | None = None
-    metrics_exclude_prefixes: list[str] | None = None
+    metrics_interval_s: float = Field(5, gt=0)
+    metrics_worker_prefixes: list[str] = ["vllm:", "dynamo_component_"]
+    metrics_frontend_prefixes: list[str] = ["dynamo_frontend_", "dynamo_component_router_"]
+    metrics_include_prefixes: None = None
+    metrics_exclude_prefixes: None = None
     worker_args: WorkerArgs = WorkerArgs()
     frontend_args: FrontendArgs = FrontendArgs()
 
@@ -90,8 +103,6 @@ class VllmConfig(OpenSection):
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
     load_format: Literal["auto", "dummy"] = "dummy"
     enforce_eager: bool = True
-    enable_vllm_metrics_logger: bool = True
-    vllm_metrics_logger_interval: float = Field(1.0, gt=0)
     env_vars: dict[str, str] = {}
 
 
@@ -223,6 +234,11 @@ class Recipe(Section):
         """The recipe as plain data for printing and storing: secrets replaced."""
         return redacted(self.model_dump(mode="json"))
 
+    def warnings(self) -> list[str]:
+        """What is ignored although it was asked for, one line each."""
+        options = classify(self.policy.generation, self.cluster.device)
+        return [str(Problem(option.path, option.value, option.warning)) for option in options if option.warning]
+
     def scrub(self, text: str) -> str:
         """`text` without this recipe's secrets."""
         return scrub(text, self.model_dump(mode="json"))
@@ -266,7 +282,7 @@ def _problem(detail: Any) -> Problem:
     key = ".".join(where) or "recipe"
     if detail["type"] == "missing":
         return Problem(key, None, detail["msg"], has_value=False)
-    message = detail["msg"]
+    message = HINTS.get(key, detail["msg"])
     if detail["type"] == "extra_forbidden":
         message = "unknown key" + nearest_key(where[-1], _known_keys(where[:-1]))
     return Problem(key, detail["input"], message, has_value=bool(detail["loc"]))

@@ -1,10 +1,12 @@
 """Ask the engine's own parsers whether they take the command lines of a fleet, before anything of it starts."""
 
 import json
+import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Self
 
 from functional.runtime.errors import ConfigError
 
@@ -34,6 +36,14 @@ print("ANSWER " + json.dumps(answer))
 """Runs in Dynamo's environment: the arguments of both programs through their own parsers and cross-checks."""
 
 
+def parser_environment(device: str) -> dict[str, str]:
+    """This process's variables without those that change a parser's defaults, and without devices on CPU."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("DYN_", "RAY_", "PYTHON"))}
+    if path := os.environ.get("DYNAMO_PYTHONPATH"):
+        kept["PYTHONPATH"] = path
+    return kept | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+
+
 class EngineCheck:
     """The parsers at work in a process of their own: 10 s of imports, so that other start-up goes on meanwhile."""
 
@@ -51,8 +61,17 @@ class EngineCheck:
         self.began = time.monotonic()
         self.seconds = 0.0
 
-    def result(self, timeout_s: float) -> None:
-        """Wait for the verdict. Raises ConfigError with the parser's words when it refuses, or gives no answer."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def result(self, timeout_s: float, scrub: Callable[[str], str] = str) -> None:
+        """Wait for the verdict. Raises ConfigError with the parser's words, `scrub`bed, when it refuses.
+
+        Also when there is no answer within `timeout_s`.
+        """
         try:
             output, errors = self._process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -63,9 +82,10 @@ class EngineCheck:
         answers = [line[len("ANSWER ") :] for line in output.splitlines() if line.startswith("ANSWER ")]
         if not answers:
             last = (errors.strip().splitlines() or ["no output"])[-1]
-            raise ConfigError(f"the engine's parser ended with status {self._process.returncode}: {last[:300]}")
+            status = self._process.returncode
+            raise ConfigError(f"the engine's parser ended with status {status}: {scrub(last)[:300]}")
         if refusal := json.loads(answers[-1]):
-            raise ConfigError(f"refused by the parser of {' '.join(str(refusal).split())[:400]}")
+            raise ConfigError(f"refused by the parser of {' '.join(scrub(str(refusal)).split())[:400]}")
 
     def close(self) -> None:
         """End the process if it still runs."""

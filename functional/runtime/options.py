@@ -4,13 +4,14 @@ Key names of `vllm_cfg` are those of NeMo RL's recipes; keys of `vllm_kwargs` ar
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from functional.runtime.engine_flags import ENGINE_FLAGS, WORKER_FLAGS
 from functional.runtime.flags import as_flags
+from functional.runtime.redact import redacted
 
 if TYPE_CHECKING:
     from functional.runtime.config import GenerationConfig, VllmConfig
@@ -72,6 +73,7 @@ def inapplicable(reason: str) -> Rule:
 LOW_PRECISION = "generation runs in bfloat16, no low-precision helper may be on"
 NO_SPECULATION = "the managed runtime has no speculative decoding"
 OTHER_PARALLELISM = "data and context parallel groups are not offered: engines multiply by colocated.resources"
+METRICS = f"the runtime samples metrics, every {GENERATION}.dynamo_cfg.metrics_interval_s"
 LOGPROBS = managed("--enable-rl makes log-probs processed; leave it unset or processed_logprobs", "processed_logprobs")
 PREFIX_CACHE = managed("prefix caching stays on: routing and the cache-clear check need it", True)
 ONE_NODE = managed("an engine group stays on one node, placed by the runtime")
@@ -109,6 +111,8 @@ CFG: dict[str, Rule] = SHARED | {
     "reset_encoder_cache_after_weight_update": unsupported("updates clear the prefix cache; encoders are not served"),
     "video": unsupported("rollouts are text"),
     "expose_http_server": Rule(OptionClass.MANAGED, "Dynamo's frontend always serves HTTP, on the job's interface"),
+    "enable_vllm_metrics_logger": Rule(OptionClass.MANAGED, METRICS),
+    "vllm_metrics_logger_interval": Rule(OptionClass.MANAGED, METRICS),
     "async_engine": inapplicable("dynamo.vllm always runs the asynchronous engine"),
     "use_tqdm": inapplicable("workers print no progress bars"),
     "http_refit_server_port": inapplicable("refits use Dynamo's control routes and a collective"),
@@ -194,6 +198,16 @@ def classify(generation: "GenerationConfig", device: str) -> list[Option]:
     return cfg + [_kwargs_option(key, value) for key, value in generation.vllm_kwargs.options().items()]
 
 
+def shown_options(generation: "GenerationConfig", device: str) -> list[dict[str, Any]]:
+    """`classify` as plain data for printing and storing: secrets replaced."""
+    shown = []
+    for option in classify(generation, device):
+        plain = asdict(option)
+        plain["value"] = redacted(option.value, option.path.rpartition(".")[2])
+        shown.append(plain | {"outcome": redacted(option.outcome), "flags": redacted(list(option.flags))})
+    return shown
+
+
 def _cfg_options(cfg: "VllmConfig", device: str) -> Iterator[Option]:
     for key, value in cfg.options().items():
         path = f"{VLLM_CFG}.{key}"
@@ -205,8 +219,6 @@ def _cfg_options(cfg: "VllmConfig", device: str) -> Iterator[Option]:
             yield Option(path, value, OptionClass.TRANSLATED, " ".join(flags) or "no flag for 1", flags)
         elif key == "env_vars":
             yield Option(path, value, OptionClass.TRANSLATED, "environment of every worker")
-        elif key in ("enable_vllm_metrics_logger", "vllm_metrics_logger_interval"):
-            yield Option(path, value, OptionClass.MANAGED, "used by the runtime's metrics sampling")
         elif key in TRANSLATED:
             yield _translated(path, TRANSLATED[key], value)
         elif key in CFG:

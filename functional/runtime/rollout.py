@@ -28,6 +28,7 @@ class Sampling:
     max_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
 
 
@@ -154,6 +155,8 @@ class RolloutClient:
             body["ignore_eos"] = True
         if sampling.stop_token_ids:
             body["stop_token_ids"] = list(sampling.stop_token_ids)
+        if sampling.stop_strings:
+            body["stop"] = list(sampling.stop_strings)
         sent_at = time.time()
         try:
             response = await http.post("/v1/completions", json=body, headers={"x-dynamo-request-id": request_id})

@@ -21,6 +21,7 @@ MANAGED_VARIABLES = {
     "VLLM_PORT",
     "VLLM_HOST_IP",
     "VLLM_NO_USAGE_STATS",
+    "VLLM_RENDEZVOUS_DIR",
     "VLLM_PLUGINS",  # a list without ours would leave the transfer backends out
     "VLLM_CPU_KVCACHE_SPACE",
     "VLLM_CPU_OMP_THREADS_BIND",

@@ -20,15 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.config import Recipe, load_recipe
+from functional.runtime.engine_check import EngineCheck, parser_environment
 from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet import Fleet, FleetSettings, Worker, new_namespace
-from functional.runtime.paths import find_programs
+from functional.runtime.options import shown_options
+from functional.runtime.paths import Programs, find_programs
 from functional.runtime.records import RecordWriter, RolloutRecord
 from functional.runtime.refit import FleetRefit, RefitResult
 from functional.runtime.rollout import AdmissionGate, Completion, RolloutClient, Sampling
+from functional.runtime.rules import merge_stop_strings
+from functional.runtime.worker_args import WorkerPlace, frontend_arguments, worker_arguments
 from functional.suite import verdicts
 from functional.suite.checks import Checklist
 from functional.suite.cluster import local_ray, reserve
+from functional.suite.data import describe_data
 from functional.suite.leftovers import find_leftovers
 from functional.suite.models import find_model
 from functional.suite.report import write_atomically, write_report
@@ -51,6 +56,7 @@ def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
     """
     try:
         recipe = load_recipe(recipe_path, overrides)
+        data = describe_data(recipe.data.dataset_name, recipe.grpo.num_prompts_per_step)
         programs = find_programs()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -63,15 +69,23 @@ def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
         (out / stale).unlink(missing_ok=True)
     run_dir = Path(tempfile.mkdtemp(prefix="rl", dir="/tmp"))  # short: socket paths hold at most 107 bytes
     session = Session(recipe, out, run_dir)
-    session.report |= {"recipe": recipe.model_dump(mode="json"), "versions": read_versions(programs)}
+    session.report |= {"recipe": recipe.shown(), "versions": read_versions(programs), "data": asdict(data)}
+    session.report |= {
+        "options": shown_options(recipe.policy.generation, recipe.cluster.device),
+        "warnings": recipe.warnings(),
+    }
+    for warning in recipe.warnings():
+        session.say(f"warning: {warning}")
     failure: str | None = None
+    is_bad_input = False
     try:
         session.run(programs)
     except RunError as fault:
-        failure = str(fault)
+        failure = recipe.scrub(str(fault))
+        is_bad_input = isinstance(fault, ConfigError)
     except Exception as unexpected:
-        (log_dir / "driver.log").write_text(traceback.format_exc(), encoding="utf-8")
-        what = f"{type(unexpected).__name__}: {' '.join(str(unexpected).split())[:500]}"
+        (log_dir / "driver.log").write_text(recipe.scrub(traceback.format_exc()), encoding="utf-8")
+        what = recipe.scrub(f"{type(unexpected).__name__}: {' '.join(str(unexpected).split())[:500]}")
         failure = f"{what} (traceback in {log_dir}/driver.log)"
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end below is bounded, and must not be cut short
@@ -84,7 +98,8 @@ def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
     )
     session.report["seconds"] = time.monotonic() - session.began
     write_report(out, session.report, session.checks.checks, failure)
-    return session.summarize(failure)
+    status = session.summarize(failure)
+    return 2 if is_bad_input else status
 
 
 class Session:
@@ -117,10 +132,11 @@ class Session:
             (self.out / "logs" / "teardown.log").write_text(traceback.format_exc(), encoding="utf-8")
             self.checks.add("teardown.orderly", False, "shutdown raised, see logs/teardown.log")
 
-    def run(self, programs: Any) -> None:
+    def run(self, programs: Programs) -> None:
         """Everything between start and teardown."""
         recipe, generation = self.recipe, self.recipe.policy.generation
         model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
+        parser = self._stack.enter_context(self._engine_check(programs, model_dir))
         self._phase("ray", lambda: self._stack.enter_context(local_ray(self.run_dir, recipe)))
         signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set its own
 
@@ -142,6 +158,7 @@ class Session:
             address=ADDRESS,
             share_gpu=recipe.cluster.share_gpu,
         )
+        self._phase("engine's parser", lambda: parser.result(generation.dynamo_cfg.startup_timeout_s, recipe.scrub))
         fleet = Fleet(settings, placements[1:], self.say)
         self._stack.callback(fleet.shutdown)
         self._stack.callback(lambda: self.ports.extend(fleet.listening_ports()))
@@ -159,6 +176,14 @@ class Session:
         write_atomically(self.out / "processes.json", json.dumps(pids, indent=2) + "\n")
         weights = RemoteWeights(trainer, generation.dynamo_cfg.control_timeout_s)
         self._train(fleet, trainer, weights, model_dir)
+
+    def _engine_check(self, programs: Programs, model_dir: Path) -> EngineCheck:
+        """The fleet's command lines on their way through the engine's own parsers, while Ray starts."""
+        generation, device = self.recipe.policy.generation, self.recipe.cluster.device
+        place = WorkerPlace(model_dir, "namespace", self.run_dir / "kv0")
+        worker = worker_arguments(generation, device, place)
+        frontend = frontend_arguments(generation.dynamo_cfg.frontend_args, ADDRESS, 1, place.namespace)
+        return EngineCheck(programs.dynamo_python, worker, frontend, parser_environment(device))
 
     def _phase(self, name: str, action: Any) -> Any:
         began = time.monotonic()
@@ -184,7 +209,12 @@ class Session:
             generation.vllm_cfg.max_model_len,
             generation.dynamo_cfg.request_timeout_s,
         )
-        sampling = Sampling(generation.max_new_tokens, generation.temperature)
+        sampling = Sampling(
+            generation.max_new_tokens,
+            generation.temperature,
+            stop_token_ids=tuple(generation.stop_token_ids or ()),
+            stop_strings=merge_stop_strings(generation.stop_strings),
+        )
         probe_prompt = probe_tokens(task.prompts(0), generation.vllm_kwargs.block_size)
 
         probe_sampling = Sampling(PROBE_TOKENS, generation.temperature, ignore_eos=True)
