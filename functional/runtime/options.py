@@ -141,6 +141,7 @@ KWARGS: dict[str, Rule] = (
         "expert_parallel_size": moved(f"{VLLM_CFG}.expert_parallel_size"),
         "enable_expert_parallel": moved(f"{VLLM_CFG}.expert_parallel_size"),
         "env_vars": moved(f"{VLLM_CFG}.env_vars"),
+        "config": unsupported("flags in a file would escape these rules", refuse=True),
         "hf_token": moved(f"{VLLM_CFG}.env_vars.HF_TOKEN: a command line is no place for a secret"),
         "chat_template": moved(f"{WORKER_ARGS}.custom_jinja_template"),
         "enable_auto_tool_choice": TOOL_PARSER,

@@ -6,7 +6,7 @@ from typing import Any
 
 REDACTED = "[redacted]"
 ANYWHERE = {"secret", "secrets", "password", "passwd", "passphrase", "credential", "credentials", "apikey"}
-AT_THE_END = {"token", "tokens", "key", "keys", "pat", "pwd", "auth", "authorization", "bearer", "cookie", "netrc"}
+AT_THE_END = {"token", "key", "pat", "pwd", "auth", "authorization", "bearer", "cookie", "netrc"}
 URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
 ASSIGNED = re.compile(r"(-{0,2}[A-Za-z_][\w-]*)=(.+)", re.DOTALL)
 SHORTEST_SECRET = 4
@@ -14,7 +14,7 @@ SHORTEST_SECRET = 4
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key, flag or variable of this name holds a secret: `HF_TOKEN`, `--api-key`; not `max_new_tokens_x`."""
+    """Whether a key, flag or variable of this name holds a secret: `HF_TOKEN`, `--api-key`; not `max_new_tokens`."""
     parts = [part for part in re.split(r"[^a-z0-9]+", name.lower()) if part]
     return bool(parts) and (parts[-1] in AT_THE_END or not ANYWHERE.isdisjoint(parts) or parts[-2:] == ["key", "id"])
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from functional.runtime.engine_flags import ENGINE_FLAGS, FRONTEND_FLAGS, WORKER_FLAGS
+from functional.runtime.engine_flags import ENGINE_FLAGS, FRONTEND_FLAGS, WORKER_FLAGS, Kind
 from functional.runtime.flags import find_extra_problem
 from functional.runtime.options import (
     GENERATION,
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from functional.runtime.config import Recipe
 
 RESOURCES = f"{GENERATION}.colocated.resources"
+FLAG_FILE: dict[str, Kind] = {"config": "value"}
+"""vLLM's parser reads flags from the file `--config` names; that one is taken by its full name only."""
 MAX_STOP_STRINGS = 32
 """Dynamo's limit for one request."""
 BUILTIN_DATA = ("arithmetic", "token_set")
@@ -177,7 +179,7 @@ def _worker_args(recipe: "Recipe") -> Iterator[Problem]:
     if template is not None and not Path(template).expanduser().is_file():
         yield Problem(f"{WORKER_ARGS}.custom_jinja_template", template, "no such file")
     refusal = refusal_of_extra(worker_flag_owners(recipe.policy.generation, recipe.cluster.device))
-    yield from _extra(WORKER_ARGS, arguments.extra_cli_args, ENGINE_FLAGS | WORKER_FLAGS, refusal)
+    yield from _extra(WORKER_ARGS, arguments.extra_cli_args, ENGINE_FLAGS | WORKER_FLAGS | FLAG_FILE, refusal)
 
 
 def _frontend_args(recipe: "Recipe") -> Iterator[Problem]:
