@@ -91,7 +91,12 @@ unpack_once() {
   touch "$folder/.complete"
 }
 
+version=1 # as in kit/services.py
+if [ -e "$state/version" ] && [ "$(cat "$state/version")" != "$version" ]; then
+  die "$state is of another version of the kit: remove it with ./build.py clean --all"
+fi
 mkdir -p "$state"
+echo "$version" >"$state/version"
 install_system_packages
 choose_engine
 if is_debian; then

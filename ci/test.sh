@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 all=(static unit stations road inside)
 declare -A budget=([static]=2 [unit]=3 [stations]=5 [road]=25 [inside]=10)
 build=(.venv/bin/python build.py)
-pytest=(.venv/bin/python -m pytest -q --ignore tests/engine --ignore tests/runtime --ignore tests/suite_math)
+pytest=(env -u KEEP .venv/bin/python -m pytest -q --ignore tests/engine --ignore tests/runtime --ignore tests/suite_math)
 summary=()
 
 static() {

@@ -13,7 +13,7 @@ chmod +x "$uv"
 install_environment() {
   "$uv" venv --quiet --python /usr/bin/python3 "/opt/$1_venv"
   "$uv" pip sync --python "/opt/$1_venv/bin/python" --require-hashes --no-index --find-links /mnt/wheels \
-    "/mnt/lockfiles/$1-$PROFILE.txt"
+    "/mnt/lockfiles/$1-$LOCKS.txt"
 }
 
 install_environment trainer

@@ -22,18 +22,18 @@ print(json.dumps([{"name": "vllm-layerwise-reload", "upstream": "vLLM pull reque
 
 
 def main() -> None:
-    profile = os.environ["PROFILE"]
+    profile, locks = os.environ["PROFILE"], os.environ["LOCKS"]
     environments = [name for name in ("trainer", "dynamo") if Path(f"/opt/{name}_venv").is_dir()]
     inputs = json.loads(Path("/mnt/inputs.json").read_text())
     build = {
         "version": 1,
         "profile": profile,
         "dynamo": "dynamo" in environments,
-        "locks": {name: sha256(f"/mnt/lockfiles/{name}-{profile}.txt") for name in environments},
+        "locks": {name: sha256(f"/mnt/lockfiles/{name}-{locks}.txt") for name in environments},
         "base": {
             "description": inputs["base"],
             "sha256": inputs.get("base_sha256"),
-            "packages": inputs.get("base_packages", {}),
+            "packages": debian_packages(),
         },
         "environments": {name: versions(name) for name in environments},
         "programs": {name: program_version(name) for name in ("etcd", "nats-server")}
@@ -48,6 +48,12 @@ def main() -> None:
 def versions(environment: str) -> dict:
     python = f"/opt/{environment}_venv/bin/python"
     return json.loads(subprocess.run([python, "-c", VERSIONS], check=True, capture_output=True).stdout)
+
+
+def debian_packages() -> dict:
+    """Package → version of everything the distribution's package manager installed."""
+    lines = subprocess.run(["dpkg-query", "--show"], check=True, capture_output=True, text=True).stdout.splitlines()
+    return dict(line.split("\t") for line in lines)
 
 
 def program_version(name: str) -> str:

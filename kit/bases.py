@@ -12,15 +12,17 @@ from kit.layout import LOCKFILES
 
 
 class Base(BaseModel):
-    """Either a Debian `suite` with `packages`, made here, or a published `image` pinned by its digest."""
+    """A Debian `suite` made here with `packages`, or a published `image` by its digest that they are added to."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     python: str
     glibc: str
+    packages: tuple[str, ...]
     suite: str | None = None
-    packages: tuple[str, ...] = ()
     image: Annotated[str | None, Field(pattern=r"@sha256:[0-9a-f]{64}$")] = None
+    locks: str | None = None
+    """Whose locks the profile takes; its own if none."""
 
 
 class Bases(BaseModel):
@@ -29,9 +31,10 @@ class Bases(BaseModel):
     source_date_epoch: int
     cpu: Base
     cuda: Base
+    cuda_trixie: Annotated[Base, Field(alias="cuda-trixie")]
 
     def of(self, profile: str) -> Base:
-        base: Base = getattr(self, profile)
+        base: Base = getattr(self, profile.replace("-", "_"))
         return base
 
 

@@ -96,6 +96,8 @@ def last_lines(text: str, count: int = 3) -> str:
 def _name(words: tuple[str, ...]) -> str:
     """Program and, where the first word is one, its subcommand: enough to recognise, short enough for one line."""
     parts = [Path(words[0]).name]
+    if words[1:2] == ("-m",):
+        return words[2]
     if len(words) > 1 and words[1].isalpha():
         parts.append(words[1])
     return " ".join(parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +20,7 @@ from kit.command import run
 from kit.errors import KitError
 from kit.files import finished_file, sha256_of, write_atomic
 from kit.layout import REPO, inputs_dir, only_run
-from kit.lock import SETS, lockfile
+from kit.lock import LockSet, lockfile, locks_of
 from kit.steps import complete_step, say, size_text
 
 # Files that no run reads: a fifth of the base.
@@ -46,14 +47,14 @@ def fetch_inputs(profile: str) -> Manifest:
     """Fetch what is missing and return the manifest; what is there and still right is left alone."""
     folder = inputs_dir(profile)
     with only_run(f"fetch-{profile}"), complete_step(f"Fetch the inputs of {profile}") as step:
-        locks = {lock.name: sha256_of(lockfile(lock.name)) for lock in SETS[profile]}
         bases = read_bases()
-        base = bases.of(profile)
+        base = _possible_here(profile, bases.of(profile))
+        locks = {lock.name: sha256_of(lockfile(lock.name)) for lock in locks_of(profile)}
         there = _read(folder)
         if there is not None and there.locks == locks and there.base == base and _complete(folder, there):
             step.note("all there, reused")
             return there
-        wheels = _fetch_wheels(profile, base, folder / "wheels")
+        wheels = _fetch_wheels(locks_of(profile), base, folder / "wheels")
         manifest = Manifest(locks=locks, wheels=wheels, base=base)
         if base.suite is not None:
             if there is not None and there.base == base and _base_complete(folder, there):
@@ -77,6 +78,15 @@ def read_manifest(profile: str) -> Manifest:
     return manifest
 
 
+def _possible_here(profile: str, base: Base) -> Base:
+    """The base as this machine can have it: made by mmdebstrap, or else the published image."""
+    if base.suite is not None and shutil.which("mmdebstrap") and shutil.which("apt-get"):
+        return base.model_copy(update={"image": None})
+    if base.image is None:
+        raise KitError(f"the base of '{profile}' needs mmdebstrap", "run ci/bootstrap.sh --yes on a Debian machine")
+    return base.model_copy(update={"suite": None})
+
+
 def _read(folder: Path) -> Manifest | None:
     try:
         return Manifest.model_validate_json((folder / "inputs.json").read_bytes())
@@ -98,11 +108,11 @@ def _wheels(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.whl"))
 
 
-def _fetch_wheels(profile: str, base: Base, folder: Path) -> dict[str, int]:
+def _fetch_wheels(locks: tuple[LockSet, ...], base: Base, folder: Path) -> dict[str, int]:
     """Fill `folder` with exactly the wheels of the profile's locks that the base's Python on this machine takes."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted: set[str] = set()
-    for lock in SETS[profile]:
+    for lock in locks:
         with complete_step(f"Wheels of {lock.name}") as step:
             before = {path.name for path in _wheels(folder)}
             names = _pip_download(lockfile(lock.name), base, folder)

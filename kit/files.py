@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from kit.errors import KitError
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -50,6 +53,18 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def need_space(folder: Path, size: int, what: str) -> None:
+    """Refuse to begin what the disk cannot hold; a full disk half way costs minutes and takes others down with it."""
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise KitError(
+            f"{what} needs about {size / 1e9:.0f} GB on the disk of {folder}, and {free / 1e9:.1f} GB are free",
+            "make room, or move the state folder with KIT_STATE",
+        )
 
 
 def sha256_of(path: Path) -> str:

@@ -15,7 +15,7 @@ from kit.bases import read_bases
 from kit.command import run
 from kit.errors import KitError
 from kit.fetch import Manifest, fetch_inputs
-from kit.files import sha256_of, tree_size, write_atomic
+from kit.files import need_space, sha256_of, tree_size, write_atomic
 from kit.layout import REPO, Release, inputs_dir, only_run, release, state_dir
 from kit.lock import check_pins
 from kit.record import ImageSection, read_record, start_record
@@ -46,6 +46,8 @@ def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool 
         if there is not None:
             step.note(f"unchanged, reused {there.digest}")
             return there
+        # The engine's copy of the wheels, what they unpack to (about twice that), and the compressed layer.
+        need_space(state_dir(), 4 * (sum(inputs.wheels.values()) + inputs.base_size), "building the image")
         epoch = read_bases().source_date_epoch
         _build(target, profile, with_dynamo, inputs, epoch, lean)
         if _input_hashes(inputs) != hashes:
@@ -102,11 +104,11 @@ def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, e
     part, earlier = target.folder / ".oci.part", target.folder / ".oci.old"
     shutil.rmtree(part, ignore_errors=True)
     target.folder.mkdir(parents=True, exist_ok=True)
-    base = [f"--build-arg=BASE_IMAGE={inputs.base.image}"] if inputs.base.image else []
     options = [
         f"--build-arg=PROFILE={profile}",
+        f"--build-arg=LOCKS={inputs.base.locks or profile}",
         f"--build-arg=BUILD_DYNAMO={'1' if with_dynamo else ''}",
-        *base,
+        *_base_options(inputs),
         f"--build-context=inputs={inputs_dir(profile)}",
     ]
     log = state_dir() / "logs" / f"image-{target.name}.log"
@@ -127,13 +129,20 @@ def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, e
         shutil.rmtree(part, ignore_errors=True)
 
 
+def _base_options(inputs: Manifest) -> list[str]:
+    if inputs.base.image is None:
+        return ["--network=none"]
+    packages = " ".join(inputs.base.packages)
+    names = {"BASE_IMAGE": "published-base", "PUBLISHED_IMAGE": inputs.base.image, "BASE_PACKAGES": packages}
+    return [f"--build-arg={name}={value}" for name, value in names.items()]
+
+
 def _buildx(docker: Docker, options: list[str], epoch: int, log: Path) -> None:
     argv = docker.argv(
         "buildx",
         "build",
         "--file=docker/Dockerfile",
         "--target=release",
-        "--network=none",
         "--progress=plain",
         "--provenance=false",  # it holds times, and would wrap the image in an index
         *options,

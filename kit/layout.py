@@ -13,7 +13,7 @@ from kit.errors import KitError, UsageError
 
 REPO = Path(__file__).resolve().parent.parent
 LOCKFILES = REPO / "lockfiles"
-PROFILES = ("cpu", "cuda")
+PROFILES = ("cpu", "cuda", "cuda-trixie")
 
 
 def state_dir() -> Path:

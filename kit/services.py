@@ -29,6 +29,9 @@ from kit.files import write_atomic
 from kit.layout import state_dir
 from kit.steps import complete_step, say
 
+STATE_VERSION = "1"
+"""What ci/bootstrap.sh writes to .state/version; raised when an older state folder would no longer work."""
+
 _SOCKET_ROOM = 60  # longest folder in which containerd's sockets stay below the kernel's 108 characters
 
 
@@ -233,6 +236,9 @@ def _docker() -> Docker:
     kind = state_dir() / "engine.kind"
     if not kind.exists():
         raise KitError("this machine is not prepared yet", "run ci/bootstrap.sh --yes")
+    version = state_dir() / "version"
+    if not version.exists() or version.read_text().strip() != STATE_VERSION:
+        raise KitError(f"{state_dir()} is of another version of the kit", "remove it with ./build.py clean --all")
     if kind.read_text().strip() == "host":
         return Docker(Path(shutil.which("docker") or "docker"), {}, own=False)
     program = state_dir() / "engine/usr/bin/docker"

@@ -7,6 +7,7 @@ image's digest, its name and the options only: neither on where it was read from
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 from kit import rootfs
 from kit.command import run
 from kit.enroot_files import ImageConfig, parse_config, start_files
-from kit.errors import UsageError
+from kit.errors import KitError, UsageError
 from kit.files import finished_file, sha256_of
 from kit.layout import Release, only_run, release
 from kit.oci import ImageSource, blob, find_image, layout_image, read_manifest
@@ -27,6 +28,7 @@ from kit.steps import complete_step, say, size_text
 IMAGE_JSON = "opt/release/image.json"
 OPTIONS = {"compressor": "zstd", "level": "1", "block_size": "131072"}
 WORK_PREFIX = ".sqsh-"
+FULL_BELOW = 8_000_000  # bytes; the tools stop at the first block that does not fit
 IMAGE_JSON = "opt/release/image.json"
 
 
@@ -60,6 +62,7 @@ def convert(image: ImageSource, out: Path, name: str, work: Path) -> None:
     with complete_step("Copy and check the layers"):
         run(["skopeo", "copy", "--quiet", *image.skopeo_options, image.skopeo_name, f"oci:{layout}:image"])
     with complete_step("Unpack the layers"):
+        _check_room(layout, work)
         run(["umoci", "raw", "unpack", "--image", f"{layout}:image", tree])
         config = parse_config(_config_of(layout))
         shutil.rmtree(layout)
@@ -98,8 +101,7 @@ def _squash(tree: Path, out: Path, epoch: int) -> None:
             "-Xcompression-level", OPTIONS["level"],
             "-b", OPTIONS["block_size"],
             "-mkfs-time", str(epoch),  # the one time in the file that is not the image's own
-        ],
-        hint="see whether the disk is full (df -h)",
+        ]
     )  # fmt: skip
 
 
@@ -151,7 +153,35 @@ def _config_of(layout: Path) -> bytes:
 def _work_folder(parent: Path) -> Iterator[Path]:
     """A folder beside the output, so that the output's disk is the only one that can fill; gone afterwards."""
     with tempfile.TemporaryDirectory(prefix=WORK_PREFIX, dir=parent) as work:
-        yield Path(work)
+        try:
+            yield Path(work)
+        except KitError as error:
+            if "o space left on device" not in str(error) and shutil.disk_usage(work).free >= FULL_BELOW:
+                raise
+            raise _disk_full(parent) from error
+
+
+def _check_room(layout: Path, work: Path) -> None:
+    """Refuse to unpack what cannot fit: umoci, when the disk fills, may end in a panic that does not say so."""
+    manifest = read_manifest(layout, layout_image(layout).digest)
+    needed = sum(_unpacked_size(blob(layout, layer.digest)) for layer in manifest.layers)
+    if needed > shutil.disk_usage(work).free:
+        raise _disk_full(work, needed)
+
+
+def _unpacked_size(layer: Path) -> int:
+    """At least how many bytes a gzip file unpacks to: its last four hold that size modulo 2^32."""
+    with layer.open("rb") as file:
+        file.seek(-4, os.SEEK_END)
+        size = int.from_bytes(file.read(4), "little")
+    least = layer.stat().st_size * 99 // 100 - 100  # what cannot be compressed grows by less than that
+    return size + max(0, -((size - least) // 2**32)) * 2**32
+
+
+def _disk_full(folder: Path, needed: int = 0) -> KitError:
+    free = size_text(shutil.disk_usage(folder).free)
+    what = f", where unpacking needs {size_text(needed)} and {free} are free" if needed else ""
+    return KitError(f"no space left on device for {folder}{what}", "make room for four times the compressed image")
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -190,8 +190,18 @@ class DataConfig(Section):
     dataset_name: str = "arithmetic"
 
 
+class WandbConfig(Section):
+    project: str = "dynamo-rl"
+    name: str | None = None
+
+
 class LoggerConfig(Section):
+    """`logger`: TensorBoard events go to the run's folder; Weights & Biases needs its package and an account."""
+
     log_dir: str | None = None
+    tensorboard_enabled: bool = True
+    wandb_enabled: bool = False
+    wandb: WandbConfig = WandbConfig()
 
 
 class Thresholds(Section):
@@ -204,12 +214,17 @@ class Thresholds(Section):
 
 
 class FaultConfig(Section):
-    """`faults`: for fault tests only. `pause_send_s` holds a transfer open after `pause_send_after` tensors, at the
-    update to policy version `pause_send_version`, so that something can be killed in the middle of it."""
+    """`faults`: for fault tests only.
+
+    break_connections: chance that a request or answer breaks on its way. pause_send_s: holds a transfer open after
+    `pause_send_after` tensors, at the update to policy version `pause_send_version`, so that something can be killed in
+    the middle of it.
+    """
 
     pause_send_version: int | None = None
     pause_send_after: int = Field(5, ge=0)
     pause_send_s: float = Field(20, ge=0)
+    break_connections: float = Field(0.0, ge=0, le=0.9)
 
 
 class Recipe(Section):

@@ -23,21 +23,23 @@ from functional.runtime.config import Recipe, load_recipe
 from functional.runtime.engine_check import EngineCheck, parser_environment
 from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet import Fleet, FleetSettings, Worker, new_namespace
+from functional.runtime.identity import RequestJournal
 from functional.runtime.options import shown_options
 from functional.runtime.paths import Programs, find_programs
 from functional.runtime.records import RecordWriter, RolloutRecord
 from functional.runtime.refit import FleetRefit, RefitResult
 from functional.runtime.rollout import AdmissionGate, Completion, RolloutClient, Sampling
 from functional.runtime.rules import merge_stop_strings
+from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.runtime.worker_args import WorkerPlace, frontend_arguments, worker_arguments
 from functional.suite import verdicts
 from functional.suite.checks import Checklist
 from functional.suite.cluster import local_ray, reserve
 from functional.suite.data import describe_data
+from functional.suite.flaky import flaky_proxy
 from functional.suite.leftovers import find_leftovers
 from functional.suite.models import find_model
 from functional.suite.report import write_atomically, write_report
-from functional.suite.sockets import listening_sockets
 from functional.suite.versions import read_versions
 
 ADDRESS = "127.0.0.1"
@@ -65,15 +67,21 @@ def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
     log_dir = out / "logs"
     shutil.rmtree(log_dir, ignore_errors=True)
     log_dir.mkdir()
-    for stale in ("report.json", "junit.xml", "rollouts.jsonl", "processes.json", "events.jsonl"):
+    for stale in (
+        "report.json",
+        "junit.xml",
+        "rollouts.jsonl",
+        "requests.jsonl",
+        "metrics.jsonl",
+        "processes.json",
+        "events.jsonl",
+    ):
         (out / stale).unlink(missing_ok=True)
     run_dir = Path(tempfile.mkdtemp(prefix="rl", dir="/tmp"))  # short: socket paths hold at most 107 bytes
     session = Session(recipe, out, run_dir)
     session.report |= {"recipe": recipe.shown(), "versions": read_versions(programs), "data": asdict(data)}
-    session.report |= {
-        "options": shown_options(recipe.policy.generation, recipe.cluster.device),
-        "warnings": recipe.warnings(),
-    }
+    session.report |= {"options": shown_options(recipe.policy.generation, recipe.cluster.device)}
+    session.report |= {"warnings": recipe.warnings()}
     for warning in recipe.warnings():
         session.say(f"warning: {warning}")
     failure: str | None = None
@@ -158,7 +166,8 @@ class Session:
             address=ADDRESS,
             share_gpu=recipe.cluster.share_gpu,
         )
-        self._phase("engine's parser", lambda: parser.result(generation.dynamo_cfg.startup_timeout_s, recipe.scrub))
+        patience = generation.dynamo_cfg.startup_timeout_s
+        self._phase("engine's parser", lambda: parser.result(patience, recipe.scrub))
         fleet = Fleet(settings, placements[1:], self.say)
         self._stack.callback(fleet.shutdown)
         self._stack.callback(lambda: self.ports.extend(fleet.listening_ports()))
@@ -202,13 +211,18 @@ class Session:
         task = make_task(recipe.data.dataset_name, tokenizer, recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
         model_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         gate = AdmissionGate()
-        client = RolloutClient(
-            fleet.frontend.url,
-            gate,
+        journal = RequestJournal(self.out / "requests.jsonl")
+        self._stack.callback(journal.close)
+        url = fleet.frontend.url
+        if recipe.faults.break_connections:
+            url = self._stack.enter_context(flaky_proxy(url, recipe.faults.break_connections, recipe.grpo.seed))
+        limits = (
             model_config["vocab_size"],
             generation.vllm_cfg.max_model_len,
             generation.dynamo_cfg.request_timeout_s,
         )
+        client = RolloutClient(url, gate, *limits, journal)
+        prober = RolloutClient(fleet.frontend.url, gate, *limits, journal)
         sampling = Sampling(
             generation.max_new_tokens,
             generation.temperature,
@@ -220,7 +234,7 @@ class Session:
         probe_sampling = Sampling(PROBE_TOKENS, generation.temperature, ignore_eos=True)
 
         def probe(worker: Worker) -> Completion:
-            return asyncio.run(client.complete_on(worker.instance_id, probe_prompt, probe_sampling))
+            return asyncio.run(prober.complete_on(worker.instance_id, probe_prompt, probe_sampling))
 
         refit = FleetRefit(
             fleet.workers,
@@ -233,12 +247,16 @@ class Session:
             on_step=lambda version, name: self.event(f"refit {version}: {name}"),
         )
         records = self._stack.enter_context(RecordWriter(self.out / "rollouts.jsonl"))
+        sinks = open_sinks(recipe.logger, self.out)
+        telemetry = Telemetry(fleet, generation.dynamo_cfg, sinks, lambda: len(self.report["steps"]))
+        self._stack.enter_context(telemetry)
         self._refit(fleet, refit, 0)
-        self.report["sockets"] = [asdict(socket) for socket in listening_sockets()]
+        self.report["sockets"] = [asdict(s) for s in verdicts.check_sockets(self.checks)]
         for step in range(1, recipe.grpo.max_num_steps + 1):
             batch = self._rollouts(fleet, client, sampling, task, step, records)
             metrics = watched(fleet, trainer.train.remote(batch.samples()))
             self.report["steps"].append(asdict_step(step, batch, metrics))
+            telemetry.write({f"train/{name}": value for name, value in metrics.items()}, step)
             verdicts.check_step(self.checks, step, batch, metrics, recipe.checks)
             self.say(f"step {step}: reward {batch.mean_reward:.3f}, " + verdicts.describe_step(metrics))
             verdicts.check_stale_refused(self.checks, step, refit)
@@ -247,8 +265,11 @@ class Session:
             fleet, client, [p.token_ids for p in task.prompts(recipe.grpo.max_num_steps + 1)], sampling
         )
         verdicts.check_post_update(self.checks, final, refit.version)
-        verdicts.check_cache_events(self.checks, fleet)
+        verdicts.check_routing(self.checks, fleet, records.instance_ids)
         fleet.check_membership()
+        telemetry.poll()
+        verdicts.check_telemetry(self.checks, telemetry)
+        self.report["requests"] = verdicts.check_join(self.checks, journal.attempts, fleet, self.out / "logs")
         self._keep_metrics(fleet)
 
     def _keep_metrics(self, fleet: Fleet) -> None:
@@ -306,7 +327,7 @@ class Session:
                     step=step,
                     group=index // generations,
                     rollout=index,
-                    attempt=1,
+                    attempt=completion.attempt,
                     policy_version=step - 1,
                     request_id=completion.request_id,
                     instance_id=completion.instance_id,

@@ -56,7 +56,7 @@ class TestReuse:
         manifest = Manifest(
             locks={one.name: sha256_of(LOCKFILES / f"{one.name}.txt") for one in SETS["cpu"]},
             wheels={"a-1-py3-none-any.whl": 5},
-            base=read_bases().cpu,
+            base=read_bases().cpu.model_copy(update={"image": None}),
             base_sha256=sha256_of(folder / "base.tar"),
             base_size=4,
         )

@@ -90,6 +90,7 @@ class TestRealServices:
             if (REAL_STATE / tools).exists():
                 (state / tools).symlink_to(REAL_STATE / tools)
         shutil.copy(REAL_STATE / "engine.kind", state / "engine.kind")
+        shutil.copy(REAL_STATE / "version", state / "version")
         return state
 
     def test_two_clones_have_an_engine_and_a_registry_each(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kit.sqsh import _unpacked_size
 from tests.sqsh.conftest import REPO, Kit, convert_layout, refused
 from tests.sqsh.tiny_image import Entry, busybox, folder, hardlink, symlink, write_layout
 
@@ -108,6 +109,7 @@ def test_same_bytes_from_another_place_and_with_one_processor(squashfs: Path, tm
     shutil.copytree(squashfs.parent / "oci", tmp_path / "elsewhere")
     script = f"""
 from pathlib import Path
+from kit.sqsh import _unpacked_size
 from tests.sqsh.conftest import convert_layout
 convert_layout(Path({str(tmp_path / "elsewhere")!r}), Path({str(tmp_path / "again.sqsh")!r}))
 """
@@ -156,6 +158,20 @@ def leftovers(kit: Kit) -> list[str]:
     return [path.name for path in (kit.root / "dist").glob("*/.*")]
 
 
+@pytest.mark.parametrize("size", [0, 1, 1000, 5_000_000])
+@pytest.mark.parametrize("level", [0, 9])
+def test_unpacked_size_of_a_layer_is_never_overrated(tmp_path: Path, size: int, level: int) -> None:
+    (tmp_path / "layer").write_bytes(gzip.compress(os.urandom(size), level))
+    assert _unpacked_size(tmp_path / "layer") == size
+
+
+def test_unpacked_size_counts_past_four_gigabytes(tmp_path: Path) -> None:
+    with (tmp_path / "layer").open("wb") as file:
+        file.seek(9 * 2**30)  # a hole, in place of as many compressed bytes
+        file.write((123).to_bytes(4, "little"))
+    assert _unpacked_size(tmp_path / "layer") == 123 + 3 * 2**32
+
+
 @pytest.mark.faults
 class TestBadDays:
     def test_no_image(self, kit: Kit) -> None:
@@ -187,14 +203,15 @@ class TestBadDays:
         assert leftovers(kit) == []
         assert not (kit.root / "dist/small/small.sqsh").exists()
 
-    def test_disk_full_leaves_the_earlier_squashfs(self, kit: Kit, small_disk: Path) -> None:
+    @pytest.mark.parametrize("megabytes", [22, 40])  # too many to unpack, and to copy
+    def test_disk_full_leaves_the_earlier_squashfs(self, kit: Kit, small_disk: Path, megabytes: int) -> None:
         kit.release("small", [busybox()])
         assert kit("sqsh", "--name", "small").returncode == 0
         kept = (kit.root / "dist/small/small.sqsh").read_bytes()
         for path in (kit.root / "dist/small/record.json", kit.root / "dist/small/oci"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        kit.release("small", [[*busybox(), *noise(30)]])
-        refused(kit("sqsh", "--name", "small"), 1, "o space left on device")
+        kit.release("small", [[*busybox(), *noise(megabytes)]])
+        refused(kit("sqsh", "--name", "small"), 1, "no space left on device for", "make room")
         assert (kit.root / "dist/small/small.sqsh").read_bytes() == kept
         assert leftovers(kit) == []
 
