@@ -13,9 +13,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kit.bases import Base, read_bases
+from kit.bases import Base, read_archives, read_bases
 from kit.command import run
 from kit.errors import KitError
 from kit.files import finished_file, sha256_of, write_atomic
@@ -36,6 +37,8 @@ class Manifest(BaseModel):
     """Lockfile name → sha256."""
     wheels: dict[str, int]
     """Wheel → size; each one's hash is in the locks."""
+    archives: dict[str, str] = {}
+    """Archive → sha256."""
     base: Base
     base_sha256: str | None = None
     base_size: int = 0
@@ -55,7 +58,8 @@ def fetch_inputs(profile: str) -> Manifest:
             step.note("all there, reused")
             return there
         wheels = _fetch_wheels(locks_of(profile), base, folder / "wheels")
-        manifest = Manifest(locks=locks, wheels=wheels, base=base)
+        archives = _fetch_archives(base, folder / "archives")
+        manifest = Manifest(locks=locks, wheels=wheels, archives=archives, base=base)
         if base.suite is not None:
             if there is not None and there.base == base and _base_complete(folder, there):
                 say("base: there, reused")
@@ -96,7 +100,10 @@ def _read(folder: Path) -> Manifest | None:
 
 def _complete(folder: Path, manifest: Manifest) -> bool:
     sizes = {path.name: path.stat().st_size for path in _wheels(folder / "wheels")}
-    return sizes == manifest.wheels and (manifest.base.suite is None or _base_complete(folder, manifest))
+    if sizes != manifest.wheels or not (folder / "archives").is_dir():
+        return False
+    archives = {path.name for path in (folder / "archives").iterdir()}
+    return archives == set(manifest.archives) and (manifest.base.suite is None or _base_complete(folder, manifest))
 
 
 def _base_complete(folder: Path, manifest: Manifest) -> bool:
@@ -117,6 +124,7 @@ def _fetch_wheels(locks: tuple[LockSet, ...], base: Base, folder: Path) -> dict[
             before = {path.name for path in _wheels(folder)}
             names = _pip_download(lockfile(lock.name), base, folder)
             wanted |= names
+            step.moved(sum((folder / wheel).stat().st_size for wheel in names - before))
             step.note(f"{len(names)} wheels, {len(names - before)} new")
     for path in _wheels(folder):
         if path.name not in wanted:
@@ -159,6 +167,38 @@ def _named_wheels(lines: Iterable[str]) -> Iterable[str]:
         words = line.split()
         if words and words[-1].endswith(".whl") and ("Saved" in words or "already" in words):
             yield os.path.basename(words[-1])  # noqa: PTH119  # a string, not a file
+
+
+def _fetch_archives(base: Base, folder: Path) -> dict[str, str]:
+    """Bring the base's archives; one whose host is out of reach is left out, as the base has a package of it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    fetched = {}
+    for name in base.archives:
+        archive = read_archives()[name]
+        url, sha256 = archive.for_machine(platform.machine())
+        target = folder / f"{name}-{archive.version}.tar.gz"
+        with complete_step(f"Archive of {name} {archive.version}") as step:
+            try:
+                _download(url, sha256, target)
+            except httpx.TransportError as error:
+                step.note(f"out of reach ({error}); the base's own package serves instead")
+                continue
+            step.moved(target.stat().st_size)
+            fetched[target.name] = sha256
+    return fetched
+
+
+def _download(url: str, sha256: str, target: Path) -> None:
+    with finished_file(target) as part:
+        with httpx.stream("GET", url, follow_redirects=True, timeout=30) as answer, part.open("wb") as file:
+            if answer.status_code != 200:
+                raise KitError(f"{url} answers {answer.status_code}", "check the address in lockfiles/archives.toml")
+            for piece in answer.iter_bytes():
+                file.write(piece)
+        got = sha256_of(part)
+        if got != sha256:
+            raise KitError(f"{url} has sha256 {got}, but lockfiles/archives.toml pins {sha256}", "do not use it")
 
 
 def platform_tags(glibc: str) -> list[str]:

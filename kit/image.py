@@ -119,7 +119,7 @@ def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, e
                 _buildx(docker, [*options, f"--output=type=oci,tar=false,{_HOW},dest={part}"], epoch, log)
             if docker.own and lean:
                 run(docker.argv("builder", "prune", "--all", "--force"), env=docker.env)
-            step.note(size_text(tree_size(part)))
+            step.moved(tree_size(part))
         shutil.rmtree(earlier, ignore_errors=True)
         if target.oci.exists():
             target.oci.rename(earlier)
@@ -199,7 +199,7 @@ def failed_step(log: str) -> str:
 
 
 def _input_hashes(inputs: Manifest) -> dict[str, str]:
-    hashes = dict(inputs.locks)
+    hashes = {**inputs.locks, **inputs.archives}
     hashes["base"] = inputs.base_sha256 or str(inputs.base.image).rpartition("sha256:")[2]
     hashes.update({source: _tree_sha256(REPO / source) for source in _SOURCES})
     return hashes

@@ -92,7 +92,7 @@ class DynamoConfig(Section):
 
 
 class VllmConfig(OpenSection):
-    """`policy.generation.vllm_cfg`. `env_vars` go to every worker."""
+    """`policy.generation.vllm_cfg`. `env_vars` go to every worker; write a secret there as `${oc.env:NAME}`."""
 
     tensor_parallel_size: int = Field(1, ge=1)
     pipeline_parallel_size: int = Field(1, ge=1)
@@ -238,12 +238,16 @@ class Recipe(Section):
     faults: FaultConfig = FaultConfig()
 
     @property
+    def devices_per_engine(self) -> int:
+        """Devices of one engine group: tensor × pipeline parallel size."""
+        vllm = self.policy.generation.vllm_cfg
+        return vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+
+    @property
     def num_engines(self) -> int:
         """Number of `dynamo.vllm` workers."""
-        generation = self.policy.generation
-        resources = generation.colocated.resources
-        group = generation.vllm_cfg.tensor_parallel_size * generation.vllm_cfg.pipeline_parallel_size
-        return resources.gpus_per_node * resources.num_nodes // group
+        resources = self.policy.generation.colocated.resources
+        return resources.gpus_per_node * resources.num_nodes // self.devices_per_engine
 
     def shown(self) -> dict[str, Any]:
         """The recipe as plain data for printing and storing: secrets replaced."""

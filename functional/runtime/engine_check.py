@@ -6,9 +6,13 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from functional.runtime.errors import ConfigError
+from functional.runtime.worker_args import WorkerPlace, frontend_arguments, worker_arguments
+
+if TYPE_CHECKING:
+    from functional.runtime.config import Recipe
 
 PARSE = """
 import argparse, json, sys
@@ -60,6 +64,14 @@ class EngineCheck:
         )
         self.began = time.monotonic()
         self.seconds = 0.0
+
+    @classmethod
+    def of(cls, recipe: "Recipe", python: Path, model_dir: Path) -> Self:
+        """Start on the command lines a recipe's fleet will have; what only the fleet knows is stood in for."""
+        generation, device = recipe.policy.generation, recipe.cluster.device
+        worker = worker_arguments(generation, device, WorkerPlace(model_dir, "namespace", Path("/run/kv0")))
+        frontend = frontend_arguments(generation.dynamo_cfg.frontend_args, "127.0.0.1", 1, "namespace")
+        return cls(python, worker, frontend, parser_environment(device))
 
     def __enter__(self) -> Self:
         return self

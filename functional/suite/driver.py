@@ -1,8 +1,9 @@
 """One run of the suite: bring the fleet up, sync, train the recipe's steps, check everything, take it all down, report.
 
-    python -m functional.suite.driver RECIPE OUT [key=value …]
+    python -m functional.suite.driver RECIPE OUT RUN_DIR [key=value …]
 
-`functional run` starts this under a guard, so that nothing of a run outlives it.
+`functional run` starts this under a guard, so that nothing of a run outlives it. RUN_DIR is an empty folder for sockets
+and data; it goes away with the run.
 """
 
 import asyncio
@@ -11,7 +12,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.config import Recipe, load_recipe
-from functional.runtime.engine_check import EngineCheck, parser_environment
+from functional.runtime.engine_check import EngineCheck
 from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet import Fleet, FleetSettings, Worker, new_namespace
 from functional.runtime.identity import RequestJournal
@@ -31,7 +31,6 @@ from functional.runtime.refit import FleetRefit, RefitResult
 from functional.runtime.rollout import AdmissionGate, Completion, RolloutClient, Sampling
 from functional.runtime.rules import merge_stop_strings
 from functional.runtime.telemetry import Telemetry, open_sinks
-from functional.runtime.worker_args import WorkerPlace, frontend_arguments, worker_arguments
 from functional.suite import verdicts
 from functional.suite.checks import Checklist
 from functional.suite.cluster import local_ray, reserve
@@ -45,13 +44,14 @@ from functional.suite.versions import read_versions
 ADDRESS = "127.0.0.1"
 WATCH_INTERVAL_S = 0.5
 PROBE_TOKENS = 24
+EVENT_DELAY_S = 0.5
 
 
 class InterruptedRunError(RunError):
     """The run was told to stop."""
 
 
-def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
+def run(recipe_path: Path, out: Path, run_dir: Path, overrides: list[str]) -> int:
     """Run the recipe and write `out`/report.json, junit.xml, rollouts.jsonl and logs/.
 
     Returns 0 when every check passed, 1 when not, 2 for a bad recipe or environment.
@@ -77,7 +77,6 @@ def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
         "events.jsonl",
     ):
         (out / stale).unlink(missing_ok=True)
-    run_dir = Path(tempfile.mkdtemp(prefix="rl", dir="/tmp"))  # short: socket paths hold at most 107 bytes
     session = Session(recipe, out, run_dir)
     session.report |= {"recipe": recipe.shown(), "versions": read_versions(programs), "data": asdict(data)}
     session.report |= {"options": shown_options(recipe.policy.generation, recipe.cluster.device)}
@@ -127,10 +126,10 @@ class Session:
         """One line of progress with the seconds since the start."""
         print(f"[{time.monotonic() - self.began:6.1f} s] {what}", flush=True)
 
-    def event(self, name: str) -> None:
+    def event(self, name: str, **details: str) -> None:
         """Append to events.jsonl: what the run is doing now, for whoever watches it from outside."""
         with (self.out / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time.time(), "event": name}) + "\n")
+            file.write(json.dumps({"time": time.time(), "event": name, **details}) + "\n")
 
     def close(self) -> None:
         """End everything that was started, last first; a failing step does not keep the others from running."""
@@ -143,8 +142,10 @@ class Session:
     def run(self, programs: Programs) -> None:
         """Everything between start and teardown."""
         recipe, generation = self.recipe, self.recipe.policy.generation
+        self._name_processes({})
+        self.event("run: starting", run_dir=str(self.run_dir))
         model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
-        parser = self._stack.enter_context(self._engine_check(programs, model_dir))
+        parser = self._stack.enter_context(EngineCheck.of(recipe, programs.dynamo_python, model_dir))
         self._phase("ray", lambda: self._stack.enter_context(local_ray(self.run_dir, recipe)))
         signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set its own
 
@@ -152,7 +153,7 @@ class Session:
 
         from functional.suite.trainer import RemoteWeights, Trainer
 
-        placements = reserve(1 + recipe.num_engines)
+        placements = reserve([1] + [recipe.devices_per_engine] * recipe.num_engines)
         trainer = Trainer.options(placement_group=placements[0]).remote(recipe, model_dir)  # type: ignore[attr-defined]
         self._stack.callback(ray.kill, trainer)
         settings = FleetSettings(
@@ -171,6 +172,7 @@ class Session:
         fleet = Fleet(settings, placements[1:], self.say)
         self._stack.callback(fleet.shutdown)
         self._stack.callback(lambda: self.ports.extend(fleet.listening_ports()))
+        self.event("fleet: starting")
         self._phase("fleet", fleet.start)
         self.report["fleet_phases"] = fleet.phases
         self.report["topology"] = {
@@ -181,18 +183,14 @@ class Session:
         }
         parameters = self._phase("trainer", lambda: watched(fleet, trainer.ready.remote()))
         self.report["parameters"] = parameters
-        pids = fleet.pids() | {"driver": [os.getpid()]}
-        write_atomically(self.out / "processes.json", json.dumps(pids, indent=2) + "\n")
+        self._name_processes(fleet.pids())
         weights = RemoteWeights(trainer, generation.dynamo_cfg.control_timeout_s)
         self._train(fleet, trainer, weights, model_dir)
 
-    def _engine_check(self, programs: Programs, model_dir: Path) -> EngineCheck:
-        """The fleet's command lines on their way through the engine's own parsers, while Ray starts."""
-        generation, device = self.recipe.policy.generation, self.recipe.cluster.device
-        place = WorkerPlace(model_dir, "namespace", self.run_dir / "kv0")
-        worker = worker_arguments(generation, device, place)
-        frontend = frontend_arguments(generation.dynamo_cfg.frontend_args, ADDRESS, 1, place.namespace)
-        return EngineCheck(programs.dynamo_python, worker, frontend, parser_environment(device))
+    def _name_processes(self, fleet: dict[str, list[int]]) -> None:
+        """Write processes.json: process ids by name, for whoever watches the run from outside."""
+        pids = {"driver": [os.getpid()], **fleet}
+        write_atomically(self.out / "processes.json", json.dumps(pids, indent=2) + "\n")
 
     def _phase(self, name: str, action: Any) -> Any:
         began = time.monotonic()
@@ -265,12 +263,30 @@ class Session:
             fleet, client, [p.token_ids for p in task.prompts(recipe.grpo.max_num_steps + 1)], sampling
         )
         verdicts.check_post_update(self.checks, final, refit.version)
+        self._check_overlap(fleet, client, prober, probe_prompt, probe_sampling)
         verdicts.check_routing(self.checks, fleet, records.instance_ids)
         fleet.check_membership()
         telemetry.poll()
         verdicts.check_telemetry(self.checks, telemetry)
         self.report["requests"] = verdicts.check_join(self.checks, journal.attempts, fleet, self.out / "logs")
         self._keep_metrics(fleet)
+
+    def _check_overlap(
+        self, fleet: Fleet, client: RolloutClient, prober: RolloutClient, prompt: tuple[int, ...], sampling: Sampling
+    ) -> None:
+        """A shared prefix overlaps the second time the router sees it, and no more once the caches are cleared."""
+
+        def routed() -> Completion:
+            time.sleep(EVENT_DELAY_S)  # cache events reach the router behind the answers
+            return asyncio.run(client.complete_all([prompt], sampling))[0]
+
+        routed()
+        warm = routed()
+        for worker in fleet.workers:
+            worker.control.call("flush_cache")
+            # An engine tells of a clear with its next step.
+            asyncio.run(prober.complete_on(worker.instance_id, prompt[:4], Sampling(1, sampling.temperature)))
+        verdicts.check_overlap(self.checks, warm, routed())
 
     def _keep_metrics(self, fleet: Fleet) -> None:
         logs = self.out / "logs"
@@ -404,4 +420,4 @@ def _interrupt(signum: int, _frame: Any) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _interrupt)
-    sys.exit(run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))
+    sys.exit(run(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from functional.runtime.config import Recipe, RecipeError, load_recipe
-from functional.runtime.engine_check import EngineCheck, parser_environment
+from functional.runtime.engine_check import EngineCheck
 from functional.runtime.errors import ConfigError
 from functional.runtime.options import GENERATION, shown_options
 from functional.runtime.paths import find_programs
@@ -43,9 +43,7 @@ def describe(recipe: Recipe, ask_engine: bool) -> dict[str, Any]:
     frontend = frontend_arguments(generation.dynamo_cfg.frontend_args, "HOST", 1, PLACE.namespace)
     data = describe_data(recipe.data.dataset_name, recipe.grpo.num_prompts_per_step)
     if ask_engine:
-        placed = worker_arguments(generation, device, WorkerPlace(Path("/"), PLACE.namespace, PLACE.events))
-        python = find_programs().dynamo_python
-        with EngineCheck(python, placed, frontend, parser_environment(device)) as check:
+        with EngineCheck.of(recipe, find_programs().dynamo_python, Path("/")) as check:
             check.result(PARSER_TIMEOUT_S, recipe.scrub)
     return {
         "valid": True,

@@ -208,6 +208,21 @@ def check_sockets(checks: Checklist) -> list[ListeningSocket]:
     return sockets
 
 
+def check_overlap(checks: Checklist, warm: Completion, cleared: Completion) -> None:
+    """The engine and, under KV routing, the router see a shared prefix before a clear and not after it."""
+    routed_by_events = warm.kv_hit_rate is not None
+    checks.add(
+        "routing.shared_prefix_overlaps",
+        warm.cached_tokens > 0 and (not routed_by_events or (warm.kv_hit_rate or 0) > 0),
+        f"{warm.cached_tokens} cached tokens, router hit rate {warm.kv_hit_rate}",
+    )
+    checks.add(
+        "routing.no_overlap_after_clear",
+        cleared.cached_tokens == 0 and not cleared.kv_hit_rate,
+        f"{cleared.cached_tokens} cached tokens, router hit rate {cleared.kv_hit_rate}",
+    )
+
+
 def check_telemetry(checks: Checklist, telemetry: Telemetry) -> None:
     """Metrics of workers and frontend were read, without a failure."""
     checks.add(

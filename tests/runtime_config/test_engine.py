@@ -9,7 +9,6 @@ import pytest
 from functional.runtime.engine_check import EngineCheck, parser_environment
 from functional.runtime.engine_flags import ENGINE_FLAGS, FRONTEND_FLAGS, WORKER_FLAGS
 from functional.runtime.errors import ConfigError
-from functional.runtime.worker_args import WorkerPlace, frontend_arguments, worker_arguments
 
 READ_FLAGS = """
 import argparse, json
@@ -51,11 +50,8 @@ def test_the_table_of_flags_is_the_installed_parsers(dynamo_python):
     assert json.loads(answer[6:]) == [ENGINE_FLAGS, WORKER_FLAGS, FRONTEND_FLAGS]
 
 
-def check(python, recipe, frontend_extra=()):
-    generation = recipe.policy.generation
-    worker = worker_arguments(generation, "cpu", WorkerPlace(Path("/"), "ns", Path("/run/kv0")))
-    frontend = frontend_arguments(generation.dynamo_cfg.frontend_args, "127.0.0.1", 20000, "ns")
-    with EngineCheck(python, worker, [*frontend, *frontend_extra], parser_environment("cpu")) as engine_check:
+def check(python, recipe):
+    with EngineCheck.of(recipe, python, Path("/")) as engine_check:
         engine_check.result(120, recipe.scrub)
 
 

@@ -102,3 +102,15 @@ def test_warnings_hold_no_secret(load):
     warnings = load(f"G.vllm_cfg.hub_token={SECRET}").warnings()
     assert len(warnings) == 1
     assert SECRET not in warnings[0]
+
+
+def test_a_secret_can_come_from_the_environment(load, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", SECRET)
+    recipe = load("G.vllm_cfg.env_vars.HF_TOKEN=${oc.env:MY_TOKEN}")
+    assert recipe.policy.generation.vllm_cfg.env_vars["HF_TOKEN"] == SECRET
+    assert SECRET not in json.dumps(recipe.shown())
+
+
+def test_a_missing_variable_is_named(load):
+    with pytest.raises(ConfigError, match="NO_SUCH_VARIABLE"):
+        load("G.vllm_cfg.env_vars.HF_TOKEN=${oc.env:NO_SUCH_VARIABLE}")
