@@ -1,7 +1,6 @@
 """Ask the engine's own parsers whether they take the command lines of a fleet, before anything of it starts."""
 
 import json
-import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from functional.runtime.errors import ConfigError
-from functional.runtime.worker_args import WorkerPlace, frontend_arguments, worker_arguments
+from functional.runtime.worker_args import WorkerPlace, frontend_arguments, inherited_environment, worker_arguments
 
 if TYPE_CHECKING:
     from functional.runtime.config import Recipe
@@ -41,11 +40,8 @@ print("ANSWER " + json.dumps(answer))
 
 
 def parser_environment(device: str) -> dict[str, str]:
-    """This process's variables without those that change a parser's defaults, and without devices on CPU."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("DYN_", "RAY_", "PYTHON"))}
-    if path := os.environ.get("DYNAMO_PYTHONPATH"):
-        kept["PYTHONPATH"] = path
-    return kept | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    """What the fleet's programs inherit; no devices on CPU."""
+    return inherited_environment() | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
 
 
 class EngineCheck:

@@ -1,7 +1,6 @@
 """The managed fleet of one run: etcd, NATS JetStream, the frontend, and `dynamo.vllm` workers owned by Ray actors."""
 
 import contextlib
-import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from functional.runtime.worker_args import (
     WorkerPlace,
     frontend_arguments,
     frontend_variables,
+    inherited_environment,
     worker_arguments,
 )
 
@@ -311,14 +311,6 @@ class WorkerOwner:
     def stop(self) -> None:
         if self._process is not None:
             self._process.stop()
-
-
-def inherited_environment() -> dict[str, str]:
-    """This process's environment for Dynamo's programs: without Ray's variables and the trainer's PYTHONPATH."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHON", "DYN_"))}
-    if path := os.environ.get("DYNAMO_PYTHONPATH"):
-        kept["PYTHONPATH"] = path
-    return kept | {"PYTHONUNBUFFERED": "1"}
 
 
 def new_namespace() -> str:

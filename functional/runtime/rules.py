@@ -33,7 +33,9 @@ RESOURCES = f"{GENERATION}.colocated.resources"
 FLAG_FILE: dict[str, Kind] = {"config": "value"}
 """vLLM's parser reads flags from the file `--config` names; that one is taken by its full name only."""
 MAX_STOP_STRINGS = 32
-"""Dynamo's limit for one request."""
+"""The limit of Dynamo's API for one request."""
+MAX_SENT_STOPS = 4
+"""What Dynamo 1.3.0.post1 takes in fact: behind its API's check, more stop strings or stop token IDs are a 500."""
 BUILTIN_DATA = ("arithmetic", "token_set")
 OTHER_ENGINES = ("sglang_cfg", "trtllm_cfg", "mcore_generation_config", "megatron_cfg", "hf_cfg")
 QUANTIZATION = ("quant_cfg", "quantization", "real_quant", "real_quant_ignore", "fp8_cfg")
@@ -136,6 +138,17 @@ def _stops(recipe: "Recipe") -> Iterator[Problem]:
         merge_stop_strings(given)
     except ValueError as error:
         yield Problem(path, given, str(error))
+
+
+def find_unsendable(recipe: "Recipe") -> list[Problem]:
+    """What the rules allow and the pinned Dynamo answers with a 500: warned of, and refused before a run."""
+    generation = recipe.policy.generation
+    stops = {"stop_strings": generation.stop_strings, "stop_token_ids": generation.stop_token_ids}
+    return [
+        Problem(f"{GENERATION}.{key}", values, f"Dynamo 1.3.0.post1 answers 500 beyond {MAX_SENT_STOPS} of them")
+        for key, values in stops.items()
+        if len(set(values or ())) > MAX_SENT_STOPS
+    ]
 
 
 def merge_stop_strings(*sources: Iterable[str] | None) -> tuple[str, ...]:

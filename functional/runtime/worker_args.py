@@ -1,6 +1,7 @@
 """Command lines and variables of the fleet's Dynamo programs, from a recipe, and which of them are the runtime's."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,3 +128,11 @@ def frontend_variables(arguments: "FrontendArgs") -> dict[str, str]:
     if not arguments.tokenizer_cache:
         return {}
     return {"DYN_TOKENIZER_CACHE": "1", "DYN_TOKENIZER_CACHE_BYTES": str(arguments.tokenizer_cache_bytes)}
+
+
+def inherited_environment() -> dict[str, str]:
+    """This process's environment for Dynamo's programs: without Ray's variables and the trainer's PYTHONPATH."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHON", "DYN_"))}
+    if path := os.environ.get("DYNAMO_PYTHONPATH"):
+        kept["PYTHONPATH"] = path
+    return kept | {"PYTHONUNBUFFERED": "1"}

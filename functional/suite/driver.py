@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from functional.runtime.config import Recipe, load_recipe
+from functional.runtime.config import Recipe, RecipeError, load_recipe
 from functional.runtime.engine_check import EngineCheck
 from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet import Fleet, FleetSettings, Worker, new_namespace
@@ -29,7 +29,7 @@ from functional.runtime.paths import Programs, find_programs
 from functional.runtime.records import RecordWriter, RolloutRecord
 from functional.runtime.refit import FleetRefit, RefitResult
 from functional.runtime.rollout import AdmissionGate, Completion, RolloutClient, Sampling
-from functional.runtime.rules import merge_stop_strings
+from functional.runtime.rules import find_unsendable, merge_stop_strings
 from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import verdicts
 from functional.suite.checks import Checklist
@@ -58,6 +58,8 @@ def run(recipe_path: Path, out: Path, run_dir: Path, overrides: list[str]) -> in
     """
     try:
         recipe = load_recipe(recipe_path, overrides)
+        if problems := find_unsendable(recipe):
+            raise RecipeError(recipe_path, problems)
         data = describe_data(recipe.data.dataset_name, recipe.grpo.num_prompts_per_step)
         programs = find_programs()
     except ConfigError as error:

@@ -179,7 +179,7 @@ ACCEPTED = [
     "G.vllm_kwargs.compilation_config={cudagraph_mode: NONE} G.vllm_kwargs.moe_backend=triton",
     "G.vllm_cfg.tool_parser_plugin=null G.vllm_kwargs.speculative_config=null",
     "G.mcore_generation_config=null G.refit_transport=null G.real_quant=false G.port_range_low=3000",
-    f"G.stop_strings={MANY[:-5]}]",
+    "G.stop_strings=[a,b,c,d] G.stop_token_ids=[1,2,3,4]",
     f"{W}.extra_cli_args=[--seed,'-1',--async-scheduling,--compilation-config.mode,'0']",
     f"{W}.extra_cli_args=[--compilation-config.mode,'0',--compilation-config.cudagraph_mode=NONE]",
     f"{W}.extra_cli_args=[--cudagraph-capture-sizes,'1','2','4',--no-enable-chunked-prefill]",
@@ -236,6 +236,16 @@ def test_stop_strings_are_counted_once_merged():
     assert merge_stop_strings(["a", "b"], None, ["b", "c"]) == ("a", "b", "c")
     with pytest.raises(ValueError, match="33 stop strings after merging"):
         merge_stop_strings([f"s{i}" for i in range(20)], [f"t{i}" for i in range(13)])
+
+
+def test_stops_that_the_pinned_dynamo_does_not_take_are_warned_of(load):
+    allowed = load(f"G.stop_strings={MANY[:-5]}]", "G.stop_token_ids=[1,2,3,4,5]")
+    assert len(allowed.policy.generation.stop_strings) == 32
+    assert [warning.partition("=")[0] for warning in allowed.warnings()] == [
+        "policy.generation.stop_strings",
+        "policy.generation.stop_token_ids",
+    ]
+    assert all("500 beyond 4" in warning for warning in allowed.warnings())
 
 
 def test_data_of_a_file(load, tmp_path):
