@@ -17,10 +17,10 @@ import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kit.bases import Base, read_archives, read_bases
-from kit.command import run
+from kit.command import Finished, run
 from kit.errors import KitError
 from kit.files import finished_file, sha256_of, write_atomic
-from kit.layout import REPO, inputs_dir, only_run
+from kit.layout import REPO, inputs_dir, only_run, scratch_folder
 from kit.lock import LockSet, lockfile, locks_of
 from kit.steps import complete_step, say, size_text
 
@@ -134,7 +134,13 @@ def _fetch_wheels(locks: tuple[LockSet, ...], base: Base, folder: Path) -> dict[
 
 def _pip_download(lock: Path, base: Base, folder: Path) -> set[str]:
     """Names of the wheels that `lock` asks for; those already in `folder` are only checked against their hashes."""
-    finished = run(
+    with scratch_folder("fetch") as scratch:
+        finished = _run_pip_download(lock, base, folder, scratch)
+    return set(_named_wheels(finished.stdout.splitlines()))
+
+
+def _run_pip_download(lock: Path, base: Base, folder: Path, scratch: Path) -> Finished:
+    return run(
         [
             sys.executable,
             "-m",
@@ -155,10 +161,9 @@ def _pip_download(lock: Path, base: Base, folder: Path) -> set[str]:
             f"--dest={folder}",
             f"--requirement={lock}",
         ],
-        env={"PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        env={"PIP_DISABLE_PIP_VERSION_CHECK": "1", "TMPDIR": str(scratch)},
         hint="check pip's index configuration (pip config list), then fetch again",
     )
-    return set(_named_wheels(finished.stdout.splitlines()))
 
 
 def _named_wheels(lines: Iterable[str]) -> Iterable[str]:
@@ -215,7 +220,8 @@ def platform_tags(glibc: str) -> list[str]:
 def _make_base(base: Base, epoch: int, tar: Path) -> dict[str, str]:
     """Make the base's tar with mmdebstrap and return the packages in it; the same archive gives the same bytes."""
     assert base.suite is not None
-    with complete_step(f"Base: Debian {base.suite}") as step, finished_file(tar) as part:
+    step_title = f"Base: Debian {base.suite}"
+    with complete_step(step_title) as step, scratch_folder("base") as scratch, finished_file(tar) as part:
         sources = run([REPO / "ci/suite.sh", "sources", base.suite]).stdout
         run(
             [
@@ -237,12 +243,10 @@ def _make_base(base: Base, epoch: int, tar: Path) -> dict[str, str]:
                 "-",
             ],
             stdin=sources,
-            env={"SOURCE_DATE_EPOCH": str(epoch), "STATUS_COPY": str(tar.with_suffix(".status"))},
+            env={"SOURCE_DATE_EPOCH": str(epoch), "STATUS_COPY": str(scratch / "status"), "TMPDIR": str(scratch)},
             hint="see that apt-get update works on this machine",
         )
-        status = tar.with_suffix(".status")
-        packages = dict(_installed(status.read_text()))
-        status.unlink()
+        packages = dict(_installed((scratch / "status").read_text()))
         step.note(f"{len(packages)} packages, {size_text(part.stat().st_size)}")
         return packages
 
