@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from functional.runtime.errors import ConfigError
 from functional.runtime.options import classify, nearest_key
 from functional.runtime.redact import redacted, scrub
-from functional.runtime.rules import Problem, find_problems, find_unsendable
+from functional.runtime.rules import Problem, find_cautions, find_problems, find_unsendable
 
 RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted"]
 
@@ -254,10 +254,10 @@ class Recipe(Section):
         return redacted(self.model_dump(mode="json"))
 
     def warnings(self) -> list[str]:
-        """What is ignored although it was asked for, or would not run, one line each."""
+        """What is ignored although it was asked for, would not run, or needs care; one line each."""
         options = classify(self.policy.generation, self.cluster.device)
         ignored = [Problem(option.path, option.value, option.warning) for option in options if option.warning]
-        return [str(problem) for problem in ignored + find_unsendable(self)]
+        return [str(problem) for problem in ignored + find_unsendable(self) + find_cautions(self)]
 
     def scrub(self, text: str) -> str:
         """`text` without this recipe's secrets."""

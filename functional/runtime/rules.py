@@ -151,6 +151,17 @@ def find_unsendable(recipe: "Recipe") -> list[Problem]:
     ]
 
 
+def find_cautions(recipe: "Recipe") -> list[Problem]:
+    """What runs, but not as one may expect: only warned of.
+
+    Seen on Dynamo 1.3.0.post1: the frontend ends the stream at a stop string, before the last chunk, which carries
+    `engine_data`; so the token check fails such a sample. The engine itself ends at stop token IDs.
+    """
+    given = recipe.policy.generation.stop_strings
+    message = "samples that end at a stop string come without engine_data and are rejected, use stop_token_ids"
+    return [Problem(f"{GENERATION}.stop_strings", given, message)] if given else []
+
+
 def merge_stop_strings(*sources: Iterable[str] | None) -> tuple[str, ...]:
     """The recipe's stop strings and a request's own, each once. Raises ValueError when they are more than 32."""
     merged = tuple(dict.fromkeys(text for source in sources for text in source or ()))
