@@ -23,6 +23,7 @@ class DynamoConfig(Section):
     startup_timeout_s: float = Field(300, gt=0)
     request_timeout_s: float = Field(60, gt=0)
     control_timeout_s: float = Field(60, gt=0)
+    update_attempts: int = Field(3, ge=1)
     metrics_worker_prefixes: list[str] = ["vllm:", "dynamo_component_"]
     metrics_frontend_prefixes: list[str] = ["dynamo_frontend_", "dynamo_component_router_"]
     worker_args: dict[str, Any] = {}

@@ -75,6 +75,7 @@ class Fleet:
         self._progress = progress
         self._processes: list[ManagedProcess] = []
         self._owners: list[Any] = []
+        self._addresses: list[WorkerAddress] = []
         self._frontend: FrontendControl | None = None
 
     @property
@@ -96,10 +97,27 @@ class Fleet:
             WorkerOwner.options(placement_group=placement).remote(self.settings, environment, index)  # type: ignore[attr-defined]
             for index, placement in enumerate(self._placements)
         ]
-        addresses: list[WorkerAddress] = ray.get([owner.start.remote() for owner in self._owners])
-        self.ports.given += [port for address in addresses for port in address.ports]
+        self._addresses = ray.get([owner.start.remote() for owner in self._owners])
+        self.ports.given += [port for address in self._addresses for port in address.ports]
         self.phases["workers launched"] = time.monotonic() - began
-        self._wait_until_serving(addresses, began, deadline)
+        self._wait_until_serving(began, deadline)
+
+    def replace(self, lost: Mapping[int, str]) -> list[Worker]:
+        """End the lost workers (slot → why it counts as lost), start new ones in their slots; returns all workers.
+
+        Returns when the new membership, and no other, is registered and routed. Raises as `start` does.
+        """
+        began = time.monotonic()
+        deadline = began + self.settings.generation.dynamo_cfg.startup_timeout_s
+        for index, reason in sorted(lost.items()):
+            self._progress(f"replacing worker {index}: {' '.join(reason.split())[:160]}")
+            self.workers[index].control.close()
+        restarted = ray.get([self._owners[index].restart.remote() for index in lost])
+        for address in restarted:
+            self._addresses[address.index] = address
+            self.ports.given += address.ports
+        self._wait_until_serving(began, deadline)
+        return self.workers
 
     def _start_control_plane(self, deadline: float) -> dict[str, str]:
         settings, take = self.settings, self.ports.take
@@ -170,10 +188,13 @@ class Fleet:
                 raise RunError(f"{what} did not listen before dynamo_cfg.startup_timeout_s ran out")
             time.sleep(0.02)
 
-    def _wait_until_serving(self, addresses: list[WorkerAddress], began: float, deadline: float) -> None:
+    def _wait_until_serving(self, began: float, deadline: float) -> None:
         control_timeout = self.settings.generation.dynamo_cfg.control_timeout_s
-        controls = [WorkerControl(a.index, a.control_url, control_timeout) for a in addresses]
-        expected = {address.request_plane for address in addresses}
+        known = {worker.control.url: worker.control for worker in self.workers}
+        controls = [
+            known.get(a.control_url) or WorkerControl(a.index, a.control_url, control_timeout) for a in self._addresses
+        ]
+        expected = {address.request_plane for address in self._addresses}
         conditions: dict[str, Callable[[], bool]] = {
             "engines ready": lambda: all(control.is_ready() for control in controls),
             "generate registered": lambda: set(self.frontend.instances("generate")) == expected,
@@ -193,20 +214,29 @@ class Fleet:
             self._progress(f"{what} after {self.phases[what]:.1f} s")
         ids = self.frontend.instances("generate")
         self.workers = [
-            Worker(a.index, ids[a.request_plane], control) for a, control in zip(addresses, controls, strict=True)
+            Worker(a.index, ids[a.request_plane], control) for a, control in zip(self._addresses, controls, strict=True)
         ]
 
     def check(self) -> None:
         """Raise ProcessDiedError for the first process of the fleet that has ended."""
+        self.check_control_plane()
+        for problem in self.lost_workers().values():
+            raise ProcessDiedError(problem)
+
+    def check_control_plane(self) -> None:
+        """Raise ProcessDiedError when etcd, NATS or the frontend has ended: nothing replaces these."""
         for process in self._processes:
             process.check()
-        if self._owners:
-            try:
-                problems = ray.get([owner.problem.remote() for owner in self._owners], timeout=20)
-            except ray.exceptions.RayError as error:
-                raise ProcessDiedError(f"a worker's owner is gone: {' '.join(str(error).split())[:300]}") from error
-            for problem in filter(None, problems):
-                raise ProcessDiedError(problem)
+
+    def lost_workers(self) -> dict[int, str]:
+        """Slot → last words, of the workers that have ended. Raises ProcessDiedError when an owner is gone."""
+        if not self._owners:
+            return {}
+        try:
+            problems = ray.get([owner.problem.remote() for owner in self._owners], timeout=20)
+        except ray.exceptions.RayError as error:
+            raise ProcessDiedError(f"a worker's owner is gone: {' '.join(str(error).split())[:300]}") from error
+        return {index: problem for index, problem in enumerate(problems) if problem is not None}
 
     def check_membership(self) -> None:
         """Raise RunError unless exactly the workers of start-up are registered at `generate` and `rl`."""
@@ -256,11 +286,18 @@ class WorkerOwner:
         self.environment = environment
         self.index = index
         self._process: ManagedProcess | None = None
+        self._ports = PortRange(settings.address)
+
+    def restart(self) -> WorkerAddress:
+        """End whatever is left of the worker at once, and launch a new one, on ports that no worker here had before."""
+        if self._process is not None:
+            self._process.kill()
+        return self.start()
 
     def start(self) -> WorkerAddress:
         """Launch the worker and return where it will serve."""
-        settings = self.settings
-        ports = PortRange(settings.address)
+        settings, ports = self.settings, self._ports
+        ports.given = []
         rpc, stream, system, engine = ports.take(), ports.take(), ports.take(), ports.take(4)
         environment = (
             self.environment

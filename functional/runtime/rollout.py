@@ -48,6 +48,7 @@ class Completion:
     sent_at: float
     answered_at: float
     problem: str | None
+    attempt: int = 1
     timing: dict[str, Any] = field(default_factory=dict)
 
 
@@ -77,6 +78,11 @@ class AdmissionGate:
         with self._condition:
             self._inside -= 1
             self._condition.notify_all()
+
+    def shut(self) -> None:
+        """Let nobody in any more; whoever is inside stays."""
+        with self._condition:
+            self._open = False
 
     def close_and_drain(self, timeout_s: float) -> None:
         """Shut the gate and wait for the rollouts inside. Raises RolloutError at the deadline; the gate stays shut."""
@@ -123,6 +129,34 @@ class RolloutClient:
                         self._gate.leave()
 
             return list(await asyncio.gather(*map(one, prompts)))
+
+    async def complete_each(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, given_up: asyncio.Event
+    ) -> list[Completion | RolloutError]:
+        """As `complete_all`, but a request that cannot be answered gives its error in its place, and ends no other.
+
+        Once `given_up` is set, what is still under way is lost.
+        """
+        limit = asyncio.Semaphore(self._concurrency)
+        async with self._http() as http:
+
+            async def one(prompt: Sequence[int]) -> Completion:
+                async with limit:
+                    self._gate.enter()
+                    try:
+                        return await self._complete(http, prompt, sampling, None)
+                    finally:
+                        self._gate.leave()
+
+            tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+            giving_up = asyncio.ensure_future(given_up.wait())
+            try:
+                while not given_up.is_set() and not all(task.done() for task in tasks):
+                    await asyncio.wait({giving_up, *(t for t in tasks if not t.done())}, return_when="FIRST_COMPLETED")
+            finally:
+                for task in (*tasks, giving_up):
+                    task.cancel()
+            return [outcome(found) for found in await asyncio.gather(*tasks, return_exceptions=True)]
 
     async def complete_on(self, instance_id: int, prompt: Sequence[int], sampling: Sampling) -> Completion:
         """One completion by the named worker, past the gate: for probes while rollouts are shut out."""
@@ -177,6 +211,15 @@ class RolloutClient:
                 f"prompt of {len(prompt)} tokens plus max_tokens {sampling.max_tokens} exceeds the context of "
                 f"{self._max_model_len} (policy.generation.vllm_cfg.max_model_len)"
             )
+
+
+def outcome(found: Completion | BaseException) -> Completion | RolloutError:
+    """A completion, or why there is none; raises what is no failure of a request."""
+    if isinstance(found, asyncio.CancelledError):
+        return RolloutError("given up while under way")
+    if isinstance(found, Completion | RolloutError):
+        return found
+    raise found
 
 
 def read_completion(

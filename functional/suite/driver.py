@@ -14,17 +14,19 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from functional.runtime.config import Recipe, load_recipe
-from functional.runtime.errors import ConfigError, RunError
+from functional.runtime.errors import ConfigError, InterruptedRunError, RolloutError, RunError
 from functional.runtime.fleet import Fleet, FleetSettings, Worker, new_namespace
 from functional.runtime.paths import find_programs
 from functional.runtime.records import RecordWriter, RolloutRecord
 from functional.runtime.refit import FleetRefit, RefitResult
+from functional.runtime.refit_machine import Event, State, Transition
 from functional.runtime.rollout import AdmissionGate, Completion, RolloutClient, Sampling
 from functional.suite import verdicts
 from functional.suite.checks import Checklist
@@ -40,11 +42,7 @@ WATCH_INTERVAL_S = 0.5
 PROBE_TOKENS = 24
 
 
-class InterruptedRunError(RunError):
-    """The run was told to stop."""
-
-
-def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
+def run(recipe_path: Path, out: Path, overrides: list[str], session_type: "type[Session] | None" = None) -> int:
     """Run the recipe and write `out`/report.json, junit.xml, rollouts.jsonl and logs/.
 
     Returns 0 when every check passed, 1 when not, 2 for a bad recipe or environment.
@@ -62,7 +60,7 @@ def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
     for stale in ("report.json", "junit.xml", "rollouts.jsonl", "processes.json", "events.jsonl"):
         (out / stale).unlink(missing_ok=True)
     run_dir = Path(tempfile.mkdtemp(prefix="rl", dir="/tmp"))  # short: socket paths hold at most 107 bytes
-    session = Session(recipe, out, run_dir)
+    session = (session_type or Session)(recipe, out, run_dir)
     session.report |= {"recipe": recipe.model_dump(mode="json"), "versions": read_versions(programs)}
     failure: str | None = None
     try:
@@ -87,6 +85,20 @@ def run(recipe_path: Path, out: Path, overrides: list[str]) -> int:
     return session.summarize(failure)
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a run works with once everything is up. `instances`: every worker it has had, the replaced ones too."""
+
+    fleet: Fleet
+    trainer: Any
+    client: RolloutClient
+    refit: FleetRefit
+    sampling: Sampling
+    task: Any
+    records: RecordWriter
+    instances: list[Worker]
+
+
 class Session:
     """State of one run: what is up, what was seen."""
 
@@ -97,7 +109,13 @@ class Session:
         self.began = time.monotonic()
         self.checks = Checklist()
         self.ports: list[int] = []
-        self.report: dict[str, Any] = {"phases": {}, "refits": [], "steps": []}
+        self.report: dict[str, Any] = {
+            "phases": {},
+            "refits": [],
+            "refit_transitions": [],
+            "steps": [],
+            "lost_samples": [],
+        }
         self._stack = ExitStack()
 
     def say(self, what: str) -> None:
@@ -155,10 +173,9 @@ class Session:
         }
         parameters = self._phase("trainer", lambda: watched(fleet, trainer.ready.remote()))
         self.report["parameters"] = parameters
-        pids = fleet.pids() | {"driver": [os.getpid()]}
-        write_atomically(self.out / "processes.json", json.dumps(pids, indent=2) + "\n")
+        self._note_processes(fleet)
         weights = RemoteWeights(trainer, generation.dynamo_cfg.control_timeout_s)
-        self._train(fleet, trainer, weights, model_dir)
+        self._train(self._prepare(fleet, trainer, weights, model_dir))
 
     def _phase(self, name: str, action: Any) -> Any:
         began = time.monotonic()
@@ -167,7 +184,7 @@ class Session:
         self.say(f"{name} ready in {self.report['phases'][name]:.1f} s")
         return result
 
-    def _train(self, fleet: Fleet, trainer: Any, weights: Any, model_dir: Path) -> None:
+    def _prepare(self, fleet: Fleet, trainer: Any, weights: Any, model_dir: Path) -> Parts:
         from transformers import AutoTokenizer
 
         from functional.suite.tasks import make_task
@@ -184,13 +201,18 @@ class Session:
             generation.vllm_cfg.max_model_len,
             generation.dynamo_cfg.request_timeout_s,
         )
-        sampling = Sampling(generation.max_new_tokens, generation.temperature)
         probe_prompt = probe_tokens(task.prompts(0), generation.vllm_cfg.block_size)
-
         probe_sampling = Sampling(PROBE_TOKENS, generation.temperature, ignore_eos=True)
+        instances = list(fleet.workers)
 
         def probe(worker: Worker) -> Completion:
             return asyncio.run(client.complete_on(worker.instance_id, probe_prompt, probe_sampling))
+
+        def replace_lost(lost: Mapping[int, str]) -> list[Worker]:
+            workers = fleet.replace(lost)
+            instances.extend(workers[index] for index in lost)
+            self._note_processes(fleet)
+            return workers
 
         refit = FleetRefit(
             fleet.workers,
@@ -200,26 +222,46 @@ class Session:
             address=ADDRESS,
             timeout_s=generation.dynamo_cfg.control_timeout_s,
             noise=recipe.checks.logprob_noise,
+            attempts=generation.dynamo_cfg.update_attempts,
+            replace=replace_lost,
             on_step=lambda version, name: self.event(f"refit {version}: {name}"),
+            on_transition=self._note_transition,
         )
         records = self._stack.enter_context(RecordWriter(self.out / "rollouts.jsonl"))
-        self._refit(fleet, refit, 0)
+        sampling = Sampling(generation.max_new_tokens, generation.temperature)
+        return Parts(fleet, trainer, client, refit, sampling, task, records, instances)
+
+    def _train(self, parts: Parts) -> None:
+        steps = self.recipe.grpo.max_num_steps
+        self._refit(parts, 0)
         self.report["sockets"] = [asdict(socket) for socket in listening_sockets()]
-        for step in range(1, recipe.grpo.max_num_steps + 1):
-            batch = self._rollouts(fleet, client, sampling, task, step, records)
-            metrics = watched(fleet, trainer.train.remote(batch.samples()))
-            self.report["steps"].append(asdict_step(step, batch, metrics))
-            verdicts.check_step(self.checks, step, batch, metrics, recipe.checks)
-            self.say(f"step {step}: reward {batch.mean_reward:.3f}, " + verdicts.describe_step(metrics))
-            verdicts.check_stale_refused(self.checks, step, refit)
-            self._refit(fleet, refit, step)
-        final = self._generate(
-            fleet, client, [p.token_ids for p in task.prompts(recipe.grpo.max_num_steps + 1)], sampling
-        )
-        verdicts.check_post_update(self.checks, final, refit.version)
-        verdicts.check_cache_events(self.checks, fleet)
-        fleet.check_membership()
-        self._keep_metrics(fleet)
+        for step in range(1, steps + 1):
+            self._step(parts, step)
+            verdicts.check_stale_refused(self.checks, step, parts.refit)
+            self._refit(parts, step)
+        prompts = [prompt.token_ids for prompt in parts.task.prompts(steps + 1)]
+        verdicts.check_post_update(self.checks, self._generate(parts, prompts, steps + 1), str(parts.refit.version))
+        verdicts.check_cache_events(self.checks, parts.fleet)
+        parts.fleet.check_membership()
+        self._keep_metrics(parts.fleet)
+
+    def _step(self, parts: Parts, step: int) -> None:
+        """Rollouts, and one optimizer step on them."""
+        batch = self._rollouts(parts, step)
+        metrics = watched(parts.fleet, parts.trainer.train.remote(batch.samples(), step))
+        self.report["steps"].append(asdict_step(step, batch, metrics))
+        verdicts.check_step(self.checks, step, batch, metrics, self.recipe.checks)
+        self.say(f"step {step}: reward {batch.mean_reward:.3f}, " + verdicts.describe_step(metrics))
+
+    def _note_processes(self, fleet: Fleet) -> None:
+        pids = fleet.pids() | {"driver": [os.getpid()]}
+        write_atomically(self.out / "processes.json", json.dumps(pids, indent=2) + "\n")
+
+    def _note_transition(self, transition: Transition) -> None:
+        self.report["refit_transitions"].append(asdict(transition))
+        self.event(f"refit {transition.version} {transition.before} → {transition.after}: {transition.reason}")
+        if transition.event is not Event.DONE or transition.before is State.RECOVERING:
+            self.say(f"refit: {transition.before} → {transition.after}: {transition.reason}")
 
     def _keep_metrics(self, fleet: Fleet) -> None:
         logs = self.out / "logs"
@@ -227,57 +269,93 @@ class Session:
         for worker in fleet.workers:
             (logs / f"worker-{worker.index}.prom").write_text(worker.control.metrics(), encoding="utf-8")
 
-    def _refit(self, fleet: Fleet, refit: FleetRefit, version: int) -> None:
-        fleet.check_membership()
+    def _refit(self, parts: Parts, version: int, name: str = "") -> RefitResult:
+        """Bring the fleet to `version`, and judge it. Where the fleet goes back to a version, so does the trainer."""
+        fleet = parts.fleet
+        if not fleet.lost_workers():
+            fleet.check_membership()
         cleared = verdicts.cleared_events(fleet)
         try:
-            result: RefitResult = refit.update(version)
+            result = parts.refit.update(version)
         except RunError:
-            fleet.check()  # a dead process is the first cause
+            fleet.check_control_plane()  # a dead process is the first cause
             raise
-        self.report["refits"].append(asdict(result))
-        verdicts.check_refit(self.checks, result, fleet, cleared)
+        self.report["refits"].append({k: v for k, v in asdict(result).items() if k != "transitions"})
+        verdicts.check_refit(self.checks, name or f"refit{version}", result, fleet, cleared)
+        if not result.reached:
+            watched(fleet, parts.trainer.go_back.remote(result.version))
         phases = ", ".join(f"{name} {seconds * 1000:.0f}" for name, seconds in result.phases.items())
-        self.say(f"policy version {version} on every worker in {result.total_s:.2f} s (ms: {phases})")
+        self.say(f"policy version {result.version} on every worker in {result.total_s:.2f} s (ms: {phases})")
+        return result
 
-    def _generate(
-        self, fleet: Fleet, client: RolloutClient, prompts: list[tuple[int, ...]], sampling: Sampling
-    ) -> list[Completion]:
-        async def under_watch() -> list[Completion]:
-            rollouts = asyncio.ensure_future(client.complete_all(prompts, sampling))
+    def _generate(self, parts: Parts, prompts: list[tuple[int, ...]], step: int) -> list[Completion]:
+        """A completion for each prompt. What is lost with a worker is generated again, once, by a fleet made whole."""
+        outcomes = self._complete(parts, prompts)
+        lost = [(index, found) for index, found in enumerate(outcomes) if isinstance(found, RolloutError)]
+        if lost:
+            self.report["lost_samples"] += [{"step": step, "rollout": i, "reason": str(error)} for i, error in lost]
+            self._make_whole(parts, lost[0][1], step)
+            again = self._complete(parts, [prompts[index] for index, _ in lost])
+            for (index, _), found in zip(lost, again, strict=True):
+                outcomes[index] = (
+                    found if isinstance(found, RolloutError) else replace(found, attempt=found.attempt + 1)
+                )
+        for found in outcomes:
+            if isinstance(found, RolloutError):
+                raise found
+        return [found for found in outcomes if isinstance(found, Completion)]
+
+    def _complete(self, parts: Parts, prompts: list[tuple[int, ...]]) -> list[Completion | RolloutError]:
+        """One outcome a prompt; once every worker is lost, what is under way is given up."""
+
+        async def under_watch() -> list[Completion | RolloutError]:
+            given_up = asyncio.Event()
+            rollouts = asyncio.ensure_future(parts.client.complete_each(prompts, parts.sampling, given_up))
             try:
                 while not rollouts.done():
                     await asyncio.wait({rollouts}, timeout=WATCH_INTERVAL_S)
-                    await asyncio.to_thread(fleet.check)
-            finally:
+                    await asyncio.to_thread(parts.fleet.check_control_plane)
+                    if len(await asyncio.to_thread(parts.fleet.lost_workers)) == len(parts.fleet.workers):
+                        given_up.set()
+            except BaseException:
                 rollouts.cancel()
+                raise
             return await rollouts
 
-        try:
-            return asyncio.run(under_watch())
-        except RunError:
-            _recheck(fleet)
-            raise
+        return asyncio.run(under_watch())
 
-    def _rollouts(
-        self, fleet: Fleet, client: RolloutClient, sampling: Sampling, task: Any, step: int, records: RecordWriter
-    ) -> verdicts.RolloutBatch:
-        prompts = task.prompts(step)
+    def _make_whole(self, parts: Parts, error: RolloutError, step: int, patience_s: float = 3.0) -> None:
+        """After failed requests: replace the workers they were lost with, at the version they had. Raises `error` when
+        no worker is lost."""
+        deadline = time.monotonic() + patience_s
+        while not parts.fleet.lost_workers():  # a dying process may still be dying
+            parts.fleet.check_control_plane()
+            if time.monotonic() > deadline:
+                if not parts.refit.find_lost():
+                    raise error
+                break
+            time.sleep(0.2)
+        if parts.refit.version is None:
+            raise error
+        self._refit(parts, parts.refit.version, f"step{step}.replacement")
+
+    def _rollouts(self, parts: Parts, step: int) -> verdicts.RolloutBatch:
+        prompts = parts.task.prompts(step)
         generations = self.recipe.grpo.num_generations_per_prompt
         flat = [prompt.token_ids for prompt in prompts for _ in range(generations)]
         self.say(f"step {step}: {len(prompts)} prompts × {generations} generations")
         self.event(f"step {step}: generating")
-        completions = self._generate(fleet, client, flat, sampling)
-        batch = verdicts.score(prompts, completions, task, self.recipe.grpo)
-        records.write(
+        completions = self._generate(parts, flat, step)
+        batch = verdicts.score(prompts, completions, parts.task, self.recipe.grpo)
+        parts.records.write(
             [
                 RolloutRecord(
                     run=self.run_dir.name,
                     step=step,
                     group=index // generations,
                     rollout=index,
-                    attempt=1,
-                    policy_version=step - 1,
+                    attempt=completion.attempt,
+                    policy_version=parts.refit.version if parts.refit.version is not None else -1,
                     request_id=completion.request_id,
                     instance_id=completion.instance_id,
                     sent_at=completion.sent_at,
@@ -293,7 +371,7 @@ class Session:
                 for index, completion in enumerate(completions)
             ]
         )
-        verdicts.check_rollouts(self.checks, step, batch, fleet.workers, self.recipe.checks)
+        verdicts.check_rollouts(self.checks, step, batch, parts.instances, self.recipe.checks)
         return batch
 
     def summarize(self, error: str | None) -> int:
@@ -312,25 +390,17 @@ class Session:
 
 
 def watched(fleet: Fleet, reference: Any) -> Any:
-    """The value of a Ray reference, unless a process of the fleet dies first: then ProcessDiedError."""
+    """The value of a Ray reference, unless a process that nothing replaces dies first: then ProcessDiedError."""
     import ray
     from ray.exceptions import RayError
 
     while not ray.wait([reference], timeout=WATCH_INTERVAL_S)[0]:
-        fleet.check()
+        fleet.check_control_plane()
     try:
         return ray.get(reference)
     except RayError as error:
         cause = getattr(error, "cause", None) or error
         raise RunError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:400]}") from error
-
-
-def _recheck(fleet: Fleet, patience_s: float = 3.0) -> None:
-    """After a failed request: give a dying process a moment to be seen, so that it is named as the first cause."""
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        fleet.check()
-        time.sleep(0.2)
 
 
 def probe_tokens(prompts: list[Any], block_size: int) -> tuple[int, ...]:
