@@ -268,7 +268,8 @@ class FleetRefit:
 
     def _judge_probes(self, result: RefitResult) -> None:
         with self._step("probe", result):
-            result.probes += [self._judge(worker, self._probe(worker)) for worker in self.workers]
+            completions = self._on_all(self._probe)
+            result.probes += [self._judge(*pair) for pair in zip(self.workers, completions, strict=True)]
 
     @contextmanager
     def _step(self, name: str, result: RefitResult) -> Iterator[None]:

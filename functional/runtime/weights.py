@@ -17,7 +17,12 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class LocalWeights:
-    """A `WeightSource`. Tensors are taken from the iterator one by one, each time anew: none is kept."""
+    """A `WeightSource`. Tensors are taken from the iterator one by one, each time anew: none is kept.
+
+    packed: many small tensors travel in one buffer.
+    """
+
+    packed = True
 
     def __init__(
         self,
@@ -56,7 +61,7 @@ class LocalWeights:
                 total += tensor.numel() * tensor.element_size()
                 yield name, tensor
 
-        info = update_info(counted())
+        info = update_info(counted(), self.packed)
         return info | {"total_bytes": total}
 
     def expected_proof(self) -> dict[str, Any]:
@@ -71,8 +76,8 @@ class LocalWeights:
         self._attempt(lambda sender: sender.connect(address, port, world_size))
 
     def send(self) -> None:
-        info = update_info(self._on_wire())
-        self._attempt(lambda sender: sender.send(self._sending(self._on_wire()), info=info))
+        info = update_info(self._on_wire(), self.packed)
+        self._attempt(lambda sender: sender.send(self._sending(self._on_wire()), self.packed, info))
 
     def abort(self, reason: str) -> None:
         if self._sender is not None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from functional.suite.versions import read_versions
 
 ADDRESS = "127.0.0.1"
 WATCH_INTERVAL_S = 0.5
-PROBE_TOKENS = 24
+PROBE_TOKENS = 8
 
 
 def run(recipe_path: Path, out: Path, overrides: list[str], session_type: "type[Session] | None" = None) -> int:
@@ -93,6 +93,7 @@ class Parts:
     trainer: Any
     client: RolloutClient
     refit: FleetRefit
+    new_refit: Callable[[], FleetRefit]
     sampling: Sampling
     task: Any
     records: RecordWriter
@@ -140,7 +141,7 @@ class Session:
         recipe, generation = self.recipe, self.recipe.policy.generation
         model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
         self._phase("ray", lambda: self._stack.enter_context(local_ray(self.run_dir, recipe)))
-        signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set its own
+        signal.signal(signal.SIGTERM, interrupt)  # after Ray has set its own
 
         import ray
 
@@ -214,22 +215,24 @@ class Session:
             self._note_processes(fleet)
             return workers
 
-        refit = FleetRefit(
-            fleet.workers,
-            weights,
-            gate,
-            probe,
-            address=ADDRESS,
-            timeout_s=generation.dynamo_cfg.control_timeout_s,
-            noise=recipe.checks.logprob_noise,
-            attempts=generation.dynamo_cfg.update_attempts,
-            replace=replace_lost,
-            on_step=lambda version, name: self.event(f"refit {version}: {name}"),
-            on_transition=self._note_transition,
-        )
+        def new_refit() -> FleetRefit:
+            return FleetRefit(
+                fleet.workers,
+                weights,
+                gate,
+                probe,
+                address=ADDRESS,
+                timeout_s=generation.dynamo_cfg.control_timeout_s,
+                noise=recipe.checks.logprob_noise,
+                attempts=generation.dynamo_cfg.update_attempts,
+                replace=replace_lost,
+                on_step=lambda version, name: self.event(f"refit {version}: {name}"),
+                on_transition=self._note_transition,
+            )
+
         records = self._stack.enter_context(RecordWriter(self.out / "rollouts.jsonl"))
         sampling = Sampling(generation.max_new_tokens, generation.temperature)
-        return Parts(fleet, trainer, client, refit, sampling, task, records, instances)
+        return Parts(fleet, trainer, client, new_refit(), new_refit, sampling, task, records, instances)
 
     def _train(self, parts: Parts) -> None:
         steps = self.recipe.grpo.max_num_steps
@@ -417,10 +420,11 @@ def asdict_step(step: int, batch: verdicts.RolloutBatch, metrics: dict[str, floa
     return {"step": step, "samples": len(batch.completions), "mean_reward": batch.mean_reward, **metrics}
 
 
-def _interrupt(signum: int, _frame: Any) -> None:
+def interrupt(signum: int, _frame: Any) -> None:
+    """SIGTERM ends a run as an error would."""
     raise InterruptedRunError(f"stopped by {signal.Signals(signum).name}")
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     sys.exit(run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

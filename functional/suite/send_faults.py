@@ -27,12 +27,19 @@ class SendFault:
 
 
 class FaultyWeights(LocalWeights):
-    """`fault` is what goes wrong next; it counts itself down with every send it struck."""
+    """`fault` is what goes wrong next; it counts itself down with every send it struck.
+
+    Tensors then travel one by one, so that those before the fault have been loaded when it strikes.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.fault: SendFault | None = None
         self._aborted = threading.Event()
+
+    @property
+    def packed(self) -> bool:  # type: ignore[override]
+        return self._present() is None
 
     def send(self) -> None:
         self._aborted.clear()

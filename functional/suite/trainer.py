@@ -57,6 +57,7 @@ class Trainer:
         )
         self._version = 0
         self._snapshot: Snapshot | None = None
+        self._origin: dict[str, torch.Tensor] = {}
         self._weights = FaultyWeights(
             self._tensors,
             self._score,
@@ -87,12 +88,13 @@ class Trainer:
         self._version, self._snapshot = version, None
 
     def nudge(self, version: int) -> None:
-        """Make `version` without samples, by noise on every weight: for fault tests, where only a difference counts."""
+        """Make `version` without samples, of the first weights and noise: for fault tests, which need a difference."""
         self._keep_snapshot(version)
+        self._origin = self._origin or self._policy.snapshot()
         generator = torch.Generator().manual_seed(version)
         moved = {}
-        for name, tensor in self._policy.named_tensors():
-            host = tensor.cpu().float()
+        for name, tensor in self._origin.items():
+            host = tensor.float()
             moved[name] = host + NUDGE * host.std() * torch.randn(host.shape, generator=generator)
         self._policy.restore(moved)
 
