@@ -109,8 +109,9 @@ class Fleet:
         """
         began = time.monotonic()
         deadline = began + self.settings.generation.dynamo_cfg.startup_timeout_s
+        ended = self.lost_workers()
         for index, reason in sorted(lost.items()):
-            self._progress(f"replacing worker {index}: {' '.join(reason.split())[:160]}")
+            self._progress(f"replacing worker {index}: {ended.get(index, reason).splitlines()[0][:160]}")
             self.workers[index].control.close()
         restarted = ray.get([self._owners[index].restart.remote() for index in lost])
         for address in restarted:

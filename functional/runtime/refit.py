@@ -208,8 +208,10 @@ class FleetRefit:
         except RunError as error:
             self._machine.fire(Event.GIVE_UP, one_line(error))
             raise
-        again = "" if following is None else f"version {following} next"
-        self._machine.fire(Event.DONE, ", ".join([*(f"worker {index} replaced" for index in sorted(lost)), again]))
+        done = [f"worker {index} replaced" for index in sorted(lost)]
+        if following is not None:
+            done.append(f"version {following} next")
+        self._machine.fire(Event.DONE, ", ".join(done))
 
     def _replace_lost(self, lost: Mapping[int, str], result: RefitResult) -> None:
         if self._replace is None:
