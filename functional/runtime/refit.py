@@ -129,6 +129,8 @@ class FleetRefit:
         """Roll call: slot → why, of the workers that do not answer that their engine is alive."""
 
         def ask(worker: Worker) -> str | None:
+            if worker.index in self._lost:
+                return self._lost[worker.index]
             try:
                 worker.control.call("liveness_probe", timeout_s=ROLL_CALL_S)
             except ControlError as error:
@@ -162,7 +164,7 @@ class FleetRefit:
             self._machine.fire(Event.BEGIN, f"update to version {version}")
             return
         self._machine.fire(Event.FAILED, "; ".join(lost.values()))
-        self._recover(result, lost)
+        self._recover(lost, result)
 
     def _carry_out(self, plan: list[int], result: RefitResult) -> None:
         """Try the planned versions one after the other until one is reached."""
@@ -182,7 +184,7 @@ class FleetRefit:
                 if number == len(plan):
                     self._machine.fire(Event.GIVE_UP, f"{number} attempts failed, the last: {one_line(error)}")
                     raise RefitError(f"{number} attempts failed, the last: {one_line(error)}") from error
-                self._recover(result, self.find_lost(), plan[number])
+                self._recover(self.find_lost(), result, plan[number])
             else:
                 return
 
@@ -197,11 +199,10 @@ class FleetRefit:
                 self._warmed.clear()
             self._machine.fire(Event.DONE)
 
-    def _recover(self, result: RefitResult, lost: Mapping[int, str], following: int | None = None) -> None:
+    def _recover(self, lost: Mapping[int, str], result: RefitResult, following: int | None = None) -> None:
         """Replace the lost workers and forget the group; the machine stands ready for the next attempt, or stopped."""
         self._grouped = False
-        lost = {**lost, **self._lost}
-        self._lost = {}
+        self._lost.clear()
         try:
             if lost:
                 self._replace_lost(lost, result)
