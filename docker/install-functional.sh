@@ -29,5 +29,10 @@ cp /mnt/functional/pyproject.toml /opt/functional/
 cp -r /mnt/functional/recipes /opt/functional/recipes
 cp /mnt/grpo_dynamo.sh /opt/functional/tests/functional/grpo_dynamo.sh
 
+# enroot starts a login shell, and Debian's /etc/profile sets PATH anew.
+cat >/etc/profile.d/trainer-venv.sh <<'END'
+PATH=/opt/trainer_venv/bin:$PATH
+END
+
 mkdir -p /opt/release
 python3 /mnt/write_build_json.py >/opt/release/build.json

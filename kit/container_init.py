@@ -193,15 +193,19 @@ def take_terminal() -> None:
 
 
 def image_environment(path: Path) -> dict[str, str]:
-    """`/etc/environment` as enroot reads it: raw lines, `${NAME}` taken from the caller, one pair of quotes removed."""
+    """`/etc/environment` as enroot reads it: raw lines, `${NAME}` from the caller, two pairs of quotes removed."""
     variables: dict[str, str] = {}
     text = path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""
     for line in text.split("\n"):
         filled = re.sub(REFERENCE, lambda found: os.environ.get(found[1], ""), line.lstrip())
         if found := re.fullmatch(rf"({VARIABLE})=(.*)", filled, re.DOTALL):
-            value = re.fullmatch(r"[\"'](.*)[\"']\s*", found[2], re.DOTALL)
-            variables[found[1]] = value[1] if value else found[2]
+            variables[found[1]] = without_quotes(without_quotes(found[2]))
     return variables
+
+
+def without_quotes(value: str) -> str:
+    found = re.fullmatch(r"[\"'](.*)[\"']\s*", value, re.DOTALL)
+    return found[1] if found else value
 
 
 def pass_signals_on(control: int, child: int) -> None:

@@ -105,9 +105,9 @@ def start_files(config: ImageConfig) -> StartFiles:
 def _environment(entries: tuple[str, ...]) -> tuple[str, str, list[str]]:
     """`/etc/environment`, the shell lines for what that file cannot hold, and warnings.
 
-    enroot reads one raw `NAME=value` a line: no escapes, `${NAME}` replaced by the caller's variable, one pair of
-    surrounding quotes removed. So values that hold a newline or such a reference are exported by /etc/rc instead,
-    unless `--env` (or the caller) has set them, and a value that begins and ends with a quote gets another pair.
+    enroot reads one raw `NAME=value` a line: no escapes, `${NAME}` replaced by the caller's variable, surrounding
+    quotes removed. So a value with a newline, such a reference or such quotes is exported by /etc/rc instead, unless
+    `--env` (or the caller) has set the variable.
     """
     lines: list[str] = []
     exports: list[str] = []
@@ -116,10 +116,10 @@ def _environment(entries: tuple[str, ...]) -> tuple[str, str, list[str]]:
         name, equals, value = entry.partition("=")
         if not equals or not re.fullmatch(VARIABLE, name) or name.startswith("ENROOT_"):
             warnings.append(f"the variable {name!r} is left out: enroot accepts no such name")
-        elif "\n" in value or re.search(REFERENCE, value):
+        elif "\n" in value or re.search(REFERENCE, value) or _loses_quotes(value):
             exports.append(f'[ -n "${{{name}+set}}" ] || export {name}={quoted(value)}\n')
         else:
-            lines.append(f'{name}="{value}"\n' if _loses_quotes(value) else f"{name}={value}\n")
+            lines.append(f"{name}={value}\n")
     return "".join(lines), "".join(exports), warnings
 
 

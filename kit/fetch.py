@@ -117,6 +117,7 @@ def _fetch_wheels(locks: tuple[LockSet, ...], base: Base, folder: Path) -> dict[
             before = {path.name for path in _wheels(folder)}
             names = _pip_download(lockfile(lock.name), base, folder)
             wanted |= names
+            step.moved(sum((folder / wheel).stat().st_size for wheel in names - before))
             step.note(f"{len(names)} wheels, {len(names - before)} new")
     for path in _wheels(folder):
         if path.name not in wanted:

@@ -40,6 +40,7 @@ def push_image(name: str, reference: str = "") -> PushSection:
             ],
             hint="check the address, that the registry is up, and `skopeo login`",
         )
+        step.moved(record.image.size)
         inspect = ["skopeo", "inspect", *(["--tls-verify=false"] if local else []), "--format={{.Digest}}"]
         there = run([*inspect, f"docker://{reference}"]).stdout.strip()
         if there != record.image.digest:

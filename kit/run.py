@@ -104,7 +104,8 @@ def check_squashfs(path: Path) -> None:
 def _run_in_enroot(container: Container) -> int:
     words = ["enroot", "start", "--root", "--rw"]
     for mount in container.mounts:
-        words += ["--mount", f"{mount['source']}:{mount['target']}{':ro' if mount['read_only'] else ''}"]
+        options = "bind,ro" if mount["read_only"] else "rbind,rw"
+        words += ["--mount", f"{mount['source']}:{mount['target']}:none:x-create=auto,{options}"]
     for name, value in container.env.items():
         words += ["--env", f"{name}={value}"]
     settings = {"ENROOT_UNSHARE_PID": "y", **({} if container.host_network else {"ENROOT_UNSHARE_NET": "y"})}

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 _quiet = False
-_depth = 0
+_open: list[Step] = []
+_live: Progress | None = None
 
 
 def set_quiet(quiet: bool) -> None:
@@ -26,9 +28,15 @@ class Step:
 
     title: str
     notes: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def moved(self, size: int) -> None:
+        """Note how many bytes the step has moved so far, and how fast."""
+        rate = int(size / max(time.monotonic() - self.started, 0.001))
+        self.note(f"{size_text(size)}, {size_text(rate)}/s")
 
 
 @contextmanager
@@ -38,30 +46,28 @@ def complete_step(title: str) -> Iterator[Step]:
     Everything goes to stderr, so that a command's stdout stays its answer. An exception closes the line as failed
     and goes on.
     """
-    global _depth
     console = _console()
     step = Step(title)
-    indent = "  " * _depth
-    started = time.monotonic()
-    _depth += 1
+    indent = "  " * len(_open)
+    _open.append(step)
     try:
-        # Nested steps print their own lines, so only a leaf may hold the terminal's last line.
-        with _spinner(console, indent + title) if not _quiet and _depth == 1 else _still():
+        with _spinner(console):
             if not _quiet and not console.is_terminal:
                 console.print(f"{indent}… {title}", highlight=False, markup=False)
             yield step
     except BaseException:
-        _say(console, indent, "[red]✗[/]", step, started)
+        _close(indent, "[red]✗[/]", step)
         raise
+    else:
+        _close(indent, "[green]✓[/]", step)
     finally:
-        _depth -= 1
-    _say(console, indent, "[green]✓[/]", step, started)
+        _open.remove(step)
 
 
 def say(text: str) -> None:
     """One line that is not a step."""
     if not _quiet:
-        _console().print("  " * _depth + text, highlight=False, markup=False)
+        _console().print("  " * len(_open) + text, highlight=False, markup=False)
 
 
 def size_text(size: int) -> str:
@@ -82,31 +88,40 @@ def seconds_text(seconds: float) -> str:
     return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
 
 
-def _say(console: Console, indent: str, mark: str, step: Step, started: float) -> None:
+def _close(indent: str, mark: str, step: Step) -> None:
     if _quiet:
         return
-    notes = [seconds_text(time.monotonic() - started), *step.notes]
-    console.print(f"{indent}{mark} ", end="")
-    console.print(f"{step.title}  ({', '.join(notes)})", highlight=False, markup=False)
+    notes = [seconds_text(time.monotonic() - step.started), *step.notes]
+    _console().print(f"{indent}{mark} {escape(step.title)}  ({escape(', '.join(notes))})", highlight=False)
 
 
 def _console() -> Console:
+    if _live is not None:
+        return _live.console  # it knows to keep the last line below what is printed
     # Made anew each time: tests and callers may have swapped stderr, and a CI log has no width of its own.
     plain = bool(os.environ.get("CI"))
     return Console(stderr=True, soft_wrap=True, force_terminal=False if plain else None)
 
 
 @contextmanager
-def _spinner(console: Console, title: str) -> Iterator[None]:
-    if not console.is_terminal:
+def _spinner(console: Console) -> Iterator[None]:
+    """On a terminal, keep a last line with the titles of the open steps and the time since the outermost began."""
+    global _live
+    titles = " › ".join(step.title for step in _open)
+    if _quiet or not console.is_terminal:
         yield
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        progress.add_task(title, total=None)
-        yield
-
-
-@contextmanager
-def _still() -> Iterator[None]:
-    yield
+    elif _live is not None:
+        before = _live.tasks[0].description
+        _live.update(_live.tasks[0].id, description=titles)
+        try:
+            yield
+        finally:
+            _live.update(_live.tasks[0].id, description=before)
+    else:
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as _live:
+            _live.add_task(titles, total=None)
+            try:
+                yield
+            finally:
+                _live = None

@@ -24,6 +24,7 @@ class DynamoConfig(Section):
     request_timeout_s: float = Field(60, gt=0)
     control_timeout_s: float = Field(60, gt=0)
     update_attempts: int = Field(3, ge=1)
+    metrics_interval_s: float = Field(5, gt=0)
     metrics_worker_prefixes: list[str] = ["vllm:", "dynamo_component_"]
     metrics_frontend_prefixes: list[str] = ["dynamo_frontend_", "dynamo_component_router_"]
     worker_args: dict[str, Any] = {}
@@ -119,8 +120,18 @@ class DataConfig(Section):
     dataset_name: str = "arithmetic"
 
 
+class WandbConfig(Section):
+    project: str = "dynamo-rl"
+    name: str | None = None
+
+
 class LoggerConfig(Section):
+    """`logger`: TensorBoard events go to the run's folder; Weights & Biases needs its package and an account."""
+
     log_dir: str | None = None
+    tensorboard_enabled: bool = True
+    wandb_enabled: bool = False
+    wandb: WandbConfig = WandbConfig()
 
 
 class Thresholds(Section):
@@ -133,12 +144,17 @@ class Thresholds(Section):
 
 
 class FaultConfig(Section):
-    """`faults`: for fault tests only. `pause_send_s` holds a transfer open after `pause_send_after` tensors, at the
-    update to policy version `pause_send_version`, so that something can be killed in the middle of it."""
+    """`faults`: for fault tests only.
+
+    break_connections: chance that a request or answer breaks on its way. pause_send_s: holds a transfer open after
+    `pause_send_after` tensors, at the update to policy version `pause_send_version`, so that something can be killed in
+    the middle of it.
+    """
 
     pause_send_version: int | None = None
     pause_send_after: int = Field(5, ge=0)
     pause_send_s: float = Field(20, ge=0)
+    break_connections: float = Field(0.0, ge=0, le=0.9)
 
 
 class Recipe(Section):
@@ -175,12 +191,16 @@ class Recipe(Section):
         return self
 
     @property
+    def devices_per_engine(self) -> int:
+        """Devices of one engine group: tensor × pipeline parallel size."""
+        vllm = self.policy.generation.vllm_cfg
+        return vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+
+    @property
     def num_engines(self) -> int:
         """Number of `dynamo.vllm` workers."""
-        generation = self.policy.generation
-        resources = generation.colocated.resources
-        group = generation.vllm_cfg.tensor_parallel_size * generation.vllm_cfg.pipeline_parallel_size
-        return resources.gpus_per_node * resources.num_nodes // group
+        resources = self.policy.generation.colocated.resources
+        return resources.gpus_per_node * resources.num_nodes // self.devices_per_engine
 
 
 def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:

@@ -93,10 +93,10 @@ class Fleet:
         deadline = began + self.settings.generation.dynamo_cfg.startup_timeout_s
         environment = self._start_control_plane(deadline)
         self.phases["control plane"] = time.monotonic() - began
-        self._owners = [
-            WorkerOwner.options(placement_group=placement).remote(self.settings, environment, index)  # type: ignore[attr-defined]
-            for index, placement in enumerate(self._placements)
-        ]
+        owner_class: Any = WorkerOwner
+        for index, placement in enumerate(self._placements):
+            options = {"placement_group": placement, "num_gpus": placement.bundle_specs[0]["GPU"]}
+            self._owners.append(owner_class.options(**options).remote(self.settings, environment, index))
         self._addresses = ray.get([owner.start.remote() for owner in self._owners])
         self.ports.given += [port for address in self._addresses for port in address.ports]
         self.phases["workers launched"] = time.monotonic() - began

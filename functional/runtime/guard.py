@@ -1,6 +1,8 @@
 """Run one command so that nothing of it survives: not its children, not when whoever started it is killed.
 
-    python guard.py LIFELINE_FD GRACE_SECONDS COMMAND...
+    python guard.py LIFELINE_FD GRACE_SECONDS FOLDER COMMAND...
+
+FOLDER, if not empty, is removed once the command's last process has ended.
 
 The guard is a child subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): every orphan below it comes to it. It ends the whole
 tree when the command ends, when it gets SIGTERM or SIGINT, or when the pipe LIFELINE_FD reports end of file, which the
@@ -10,6 +12,7 @@ kernel causes when the starter dies, however it dies. Standard library only: it 
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(lifeline: int, grace_s: float, command: list[str]) -> int:
+def main(lifeline: int, grace_s: float, folder: str, command: list[str]) -> int:
     """Run `command` in its own session and return its exit status (128 + N after signal N)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -53,7 +56,10 @@ def main(lifeline: int, grace_s: float, command: list[str]) -> int:
         if lifeline in readable and not os.read(lifeline, 4096):
             stop_requested = True
         status = _reap(child.pid)
-    return _end_tree(child.pid, grace_s, status)
+    end_status = _end_tree(child.pid, grace_s, status)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    return end_status
 
 
 def _reap(main_pid: int) -> int | None:
@@ -120,4 +126,4 @@ def descendants(root: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:]))

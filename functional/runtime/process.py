@@ -32,7 +32,7 @@ class ManagedProcess:
         try:
             with log.open("ab") as output:
                 self._guard = subprocess.Popen(
-                    [sys.executable, "-S", "-E", guard.__file__, str(read_end), str(grace_s), *command],
+                    [sys.executable, "-S", "-E", guard.__file__, str(read_end), str(grace_s), "", *command],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

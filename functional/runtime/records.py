@@ -40,8 +40,10 @@ class RecordWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: IO[str] = path.open("a", encoding="utf-8")
+        self.instance_ids: set[int | None] = set()
 
     def write(self, records: list[RolloutRecord]) -> None:
+        self.instance_ids |= {record.instance_id for record in records}
         self._file.write("".join(json.dumps(asdict(record)) + "\n" for record in records))
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -5,7 +5,9 @@ answer's `nvext.engine_data`. `x-dynamo-request-id` (a UUID) sets the request's 
 """
 
 import asyncio
+import itertools
 import math
+import random
 import threading
 import time
 import uuid
@@ -17,7 +19,10 @@ import httpx
 
 from functional.runtime.errors import RolloutError
 from functional.runtime.fleet import SERVED_MODEL
+from functional.runtime.identity import Attempt, Outcome, RequestJournal
 
+RETRIED_STATUS = frozenset({408, 429, *range(500, 600)})
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 4.0
 EXTRA_FIELDS = ["completion_token_ids", "engine_data", "worker_id", "timing"]
 
 
@@ -106,29 +111,23 @@ class RolloutClient:
         vocab_size: int,
         max_model_len: int,
         timeout_s: float,
+        journal: RequestJournal | None = None,
         concurrency: int = 64,
     ) -> None:
+        """`timeout_s` bounds one completion with all its attempts; `journal` hears of every attempt."""
         self._url = url
         self._gate = gate
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._timeout_s = timeout_s
+        self._journal = journal
         self._concurrency = concurrency
 
     async def complete_all(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """One completion per prompt, in order. Raises RolloutError on the first request that cannot be answered."""
         limit = asyncio.Semaphore(self._concurrency)
         async with self._http() as http:
-
-            async def one(prompt: Sequence[int]) -> Completion:
-                async with limit:
-                    self._gate.enter()
-                    try:
-                        return await self._complete(http, prompt, sampling, None)
-                    finally:
-                        self._gate.leave()
-
-            return list(await asyncio.gather(*map(one, prompts)))
+            return list(await asyncio.gather(*(self._rollout(http, limit, prompt, sampling) for prompt in prompts)))
 
     async def complete_each(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, given_up: asyncio.Event
@@ -139,20 +138,11 @@ class RolloutClient:
         """
         limit = asyncio.Semaphore(self._concurrency)
         async with self._http() as http:
-
-            async def one(prompt: Sequence[int]) -> Completion:
-                async with limit:
-                    self._gate.enter()
-                    try:
-                        return await self._complete(http, prompt, sampling, None)
-                    finally:
-                        self._gate.leave()
-
-            tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+            tasks = [asyncio.ensure_future(self._rollout(http, limit, prompt, sampling)) for prompt in prompts]
             giving_up = asyncio.ensure_future(given_up.wait())
             try:
-                while not given_up.is_set() and not all(task.done() for task in tasks):
-                    await asyncio.wait({giving_up, *(t for t in tasks if not t.done())}, return_when="FIRST_COMPLETED")
+                while not given_up.is_set() and (left := [task for task in tasks if not task.done()]):
+                    await asyncio.wait([giving_up, *left], return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for task in (*tasks, giving_up):
                     task.cancel()
@@ -161,43 +151,76 @@ class RolloutClient:
     async def complete_on(self, instance_id: int, prompt: Sequence[int], sampling: Sampling) -> Completion:
         """One completion by the named worker, past the gate: for probes while rollouts are shut out."""
         async with self._http() as http:
-            return await self._complete(http, prompt, sampling, instance_id)
+            return await self._complete(http, prompt, sampling, instance_id, "probe")
+
+    async def _rollout(
+        self, http: httpx.AsyncClient, limit: asyncio.Semaphore, prompt: Sequence[int], sampling: Sampling
+    ) -> Completion:
+        async with limit:
+            self._gate.enter()
+            try:
+                return await self._complete(http, prompt, sampling, None, "rollout")
+            finally:
+                self._gate.leave()
 
     def _http(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=self._concurrency)
         return httpx.AsyncClient(base_url=self._url, timeout=self._timeout_s, limits=limits, trust_env=False)
 
     async def _complete(
-        self, http: httpx.AsyncClient, prompt: Sequence[int], sampling: Sampling, instance_id: int | None
+        self, http: httpx.AsyncClient, prompt: Sequence[int], sampling: Sampling, instance_id: int | None, purpose: str
     ) -> Completion:
+        """Send until answered: 408, 429, 5xx and transport errors are tried again, with backoff, until the deadline."""
         self._refuse_unsendable(prompt, sampling)
-        request_id = str(uuid.uuid4())
-        nvext: dict[str, Any] = {"extra_fields": EXTRA_FIELDS}
-        if instance_id is not None:
-            nvext["backend_instance_id"] = instance_id
-        body: dict[str, Any] = {
-            "model": SERVED_MODEL,
-            "prompt": list(prompt),
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "logprobs": 0,
-            "n": 1,
-            "nvext": nvext,
-        }
-        if sampling.ignore_eos:
-            body["ignore_eos"] = True
-        if sampling.stop_token_ids:
-            body["stop_token_ids"] = list(sampling.stop_token_ids)
-        sent_at = time.time()
+        body = request_body(prompt, sampling, instance_id)
+        sample = str(uuid.uuid4())
+        deadline = time.monotonic() + self._timeout_s
+        for number in itertools.count(1):
+            sent = _Sent(str(uuid.uuid4()), sample, purpose, number, time.time())
+            try:
+                answer = await self._post(http, body, sent.request_id, deadline)
+            except _TryAgainError as again:
+                pause = min(FIRST_BACKOFF_S * 2 ** (number - 1), LAST_BACKOFF_S) * random.uniform(0.5, 1.0)
+                if time.monotonic() + pause >= deadline:
+                    self._note(sent, "aborted", str(again))
+                    raise RolloutError(
+                        f"request {sent.request_id}: {again}; given up after {number} attempts in {self._timeout_s:g} s"
+                    ) from again
+                self._note(sent, "retried", str(again))
+                await asyncio.sleep(pause)
+            except (RolloutError, asyncio.CancelledError) as end:
+                self._note(sent, "aborted", str(end) or "cancelled")
+                raise
+            else:
+                completion = read_completion(answer, sent.request_id, tuple(prompt), sampling, sent.at, number)
+                self._note(sent, "rejected" if completion.problem else "accepted", completion.problem)
+                return completion
+        raise AssertionError("attempts are counted without end")
+
+    def _note(self, sent: "_Sent", outcome: Outcome, reason: str | None) -> None:
+        if self._journal is not None:
+            self._journal.add(
+                Attempt(sent.request_id, sent.sample, sent.purpose, sent.number, outcome, reason, sent.at, time.time())
+            )
+
+    async def _post(
+        self, http: httpx.AsyncClient, body: dict[str, Any], request_id: str, deadline: float
+    ) -> dict[str, Any]:
+        """One attempt. Raises _TryAgainError for what another attempt may mend, RolloutError for what it will not."""
+        left = deadline - time.monotonic()
         try:
-            response = await http.post("/v1/completions", json=body, headers={"x-dynamo-request-id": request_id})
-        except httpx.HTTPError as error:
-            reason = str(error) or f"no answer within {self._timeout_s:g} s"
-            raise RolloutError(f"request {request_id}: {type(error).__name__}: {reason}") from error
-        if response.status_code != 200:
-            text = " ".join(response.text.split())[:300]
-            raise RolloutError(f"request {request_id}: the frontend answered {response.status_code}: {text}")
-        return read_completion(response.json(), request_id, tuple(prompt), sampling, sent_at)
+            response = await http.post(
+                "/v1/completions", json=body, headers={"x-dynamo-request-id": request_id}, timeout=max(left, 0.001)
+            )
+            if response.status_code == 200:
+                answer: dict[str, Any] = response.json()
+                return answer
+        except (httpx.HTTPError, ValueError) as error:
+            raise _TryAgainError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        text = f"the frontend answered {response.status_code}: {' '.join(response.text.split())[:300]}"
+        if response.status_code in RETRIED_STATUS:
+            raise _TryAgainError(text)
+        raise RolloutError(f"request {request_id}: {text}")
 
     def _refuse_unsendable(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what Dynamo would answer with a 500 or cut silently."""
@@ -222,8 +245,49 @@ def outcome(found: Completion | BaseException) -> Completion | RolloutError:
     raise found
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """An attempt under way."""
+
+    request_id: str
+    sample: str
+    purpose: str
+    number: int
+    at: float
+
+
+class _TryAgainError(Exception):
+    """An attempt failed in a way that another may not."""
+
+
+def request_body(prompt: Sequence[int], sampling: Sampling, instance_id: int | None) -> dict[str, Any]:
+    """A completion request; `instance_id` sends it to one worker, else the router chooses."""
+    nvext: dict[str, Any] = {"extra_fields": EXTRA_FIELDS}
+    if instance_id is not None:
+        nvext["backend_instance_id"] = instance_id
+    body: dict[str, Any] = {
+        "model": SERVED_MODEL,
+        "prompt": list(prompt),
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "logprobs": 0,
+        "n": 1,
+        "nvext": nvext,
+    }
+    if sampling.ignore_eos:
+        body["ignore_eos"] = True
+    if sampling.stop_token_ids:
+        body["stop_token_ids"] = list(sampling.stop_token_ids)
+    return body
+
+
 def read_completion(
-    answer: dict[str, Any], request_id: str, prompt: tuple[int, ...], sampling: Sampling, sent_at: float
+    answer: dict[str, Any],
+    request_id: str,
+    prompt: tuple[int, ...],
+    sampling: Sampling,
+    sent_at: float,
+    attempt: int = 1,
 ) -> Completion:
     """Turn Dynamo's answer into a Completion, with `problem` set to the first rule it breaks."""
     nvext = answer.get("nvext") or {}
@@ -243,6 +307,7 @@ def read_completion(
         sent_at=sent_at,
         answered_at=time.time(),
         problem=None,
+        attempt=attempt,
         timing=timing,
     )
     problem = find_problem(completion, answer.get("id"), engine, listed, len(choices), sampling.max_tokens)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,8 +41,9 @@ def run(
 
     Example: functional run recipes/grpo_cpu.yaml grpo.max_num_steps=3 --out /tmp/run
     """
-    command = [sys.executable, "-m", "functional.suite.driver", str(recipe), str(out.resolve()), *(overrides or [])]
-    raise typer.Exit(run_guarded(command))
+    run_dir = tempfile.mkdtemp(prefix="rl", dir="/tmp")  # short: socket paths hold at most 107 bytes
+    words = [str(recipe), str(out.resolve()), run_dir, *(overrides or [])]
+    raise typer.Exit(run_guarded([sys.executable, "-m", "functional.suite.driver", *words], run_dir))
 
 
 @app.command()
@@ -65,7 +67,9 @@ def config(
 
 @app.command()
 def fault(
-    case: Annotated[str, typer.Argument(help="worker-killed-generating or worker-killed-mid-transfer.")],
+    case: Annotated[
+        str, typer.Argument(metavar="CASE", help="Such as worker-killed-generating; an unknown one lists all.")
+    ],
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     out: Annotated[Path, typer.Option(help="Folder for the run; emptied first.")] = Path("functional-fault"),
@@ -80,6 +84,22 @@ def fault(
     outcome = run_case(case, recipe, out.resolve(), overrides or [], deadline_s)
     typer.echo(outcome_json(outcome))
     raise typer.Exit(1 if outcome.problems else 0)
+
+
+@app.command("refit-faults")
+def refit_faults(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for the report, records and logs.")] = Path("functional-faults"),
+    only: Annotated[str, typer.Option(help="Names of cases, with commas; all if empty.")] = "",
+) -> None:
+    """Updates under faults, on one fleet of two workers: sends, clears, workers and at last the trainer.
+
+    Example: functional refit-faults recipes/grpo_cpu.yaml --only lying-sends,clear-ignored --out /tmp/faults
+    """
+    run_dir = tempfile.mkdtemp(prefix="rl", dir="/tmp")
+    words = [str(recipe), str(out.resolve()), run_dir, only, *(overrides or [])]
+    raise typer.Exit(run_guarded([sys.executable, "-m", "functional.suite.refit_faults", *words], run_dir))
 
 
 @app.command("make-model")
@@ -101,12 +121,15 @@ def make_model_command(
     typer.echo(json.dumps(asdict(summary), indent=2))
 
 
-def run_guarded(command: list[str]) -> int:
-    """Run `command` so that nothing of it outlives this process; SIGINT, SIGTERM and SIGHUP reach it as SIGTERM."""
+def run_guarded(command: list[str], folder: str) -> int:
+    """Run `command` so that nothing of it outlives this process, nor `folder` the run.
+
+    SIGINT, SIGTERM and SIGHUP reach it as SIGTERM. Returns its exit status.
+    """
     read_end, write_end = os.pipe()
     os.set_inheritable(read_end, True)
     process = subprocess.Popen(
-        [sys.executable, "-S", "-E", guard.__file__, str(read_end), str(GRACE_S), *command],
+        [sys.executable, "-S", "-E", guard.__file__, str(read_end), str(GRACE_S), folder, *command],
         env=os.environ | ray_environment(),
         pass_fds=(read_end,),
         start_new_session=True,

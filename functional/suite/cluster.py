@@ -48,12 +48,12 @@ def local_ray(run_dir: Path, recipe: Recipe) -> Iterator[None]:
         ray.shutdown()
 
 
-def reserve(count: int) -> list[Any]:
-    """`count` placement groups of one device each. Raises RunError when Ray cannot place them."""
+def reserve(sizes: list[int]) -> list[Any]:
+    """One placement group per entry, of that many devices of one node. Raises RunError when Ray cannot place them."""
     from ray.util.placement_group import placement_group
 
-    groups = [placement_group([{"GPU": 1}]) for _ in range(count)]
+    groups = [placement_group([{"GPU": size}], strategy="STRICT_PACK") for size in sizes]
     for index, group in enumerate(groups):
         if not group.wait(30):
-            raise RunError(f"Ray cannot place device {index + 1} of {count}: see cluster.gpus_per_node")
+            raise RunError(f"Ray cannot place group {index + 1} of {sizes} devices: see cluster.gpus_per_node")
     return groups

@@ -1,8 +1,9 @@
 """One run of the suite: bring the fleet up, sync, train the recipe's steps, check everything, take it all down, report.
 
-    python -m functional.suite.driver RECIPE OUT [key=value …]
+    python -m functional.suite.driver RECIPE OUT RUN_DIR [key=value …]
 
-`functional run` starts this under a guard, so that nothing of a run outlives it.
+`functional run` starts this under a guard, so that nothing of a run outlives it. RUN_DIR is an empty folder for sockets
+and data; it goes away with the run.
 """
 
 import asyncio
@@ -11,7 +12,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -23,26 +23,31 @@ from typing import Any
 from functional.runtime.config import Recipe, load_recipe
 from functional.runtime.errors import ConfigError, InterruptedRunError, RolloutError, RunError
 from functional.runtime.fleet import Fleet, FleetSettings, Worker, new_namespace
+from functional.runtime.identity import RequestJournal
 from functional.runtime.paths import find_programs
 from functional.runtime.records import RecordWriter, RolloutRecord
 from functional.runtime.refit import FleetRefit, RefitResult
 from functional.runtime.refit_machine import Event, State, Transition
 from functional.runtime.rollout import AdmissionGate, Completion, RolloutClient, Sampling
+from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import verdicts
 from functional.suite.checks import Checklist
 from functional.suite.cluster import local_ray, reserve
+from functional.suite.flaky import flaky_proxy
 from functional.suite.leftovers import find_leftovers
 from functional.suite.models import find_model
 from functional.suite.report import write_atomically, write_report
-from functional.suite.sockets import listening_sockets
 from functional.suite.versions import read_versions
 
 ADDRESS = "127.0.0.1"
 WATCH_INTERVAL_S = 0.5
 PROBE_TOKENS = 8
+EVENT_DELAY_S = 0.5
 
 
-def run(recipe_path: Path, out: Path, overrides: list[str], session_type: "type[Session] | None" = None) -> int:
+def run(
+    recipe_path: Path, out: Path, run_dir: Path, overrides: list[str], session_type: "type[Session] | None" = None
+) -> int:
     """Run the recipe and write `out`/report.json, junit.xml, rollouts.jsonl and logs/.
 
     Returns 0 when every check passed, 1 when not, 2 for a bad recipe or environment.
@@ -57,9 +62,16 @@ def run(recipe_path: Path, out: Path, overrides: list[str], session_type: "type[
     log_dir = out / "logs"
     shutil.rmtree(log_dir, ignore_errors=True)
     log_dir.mkdir()
-    for stale in ("report.json", "junit.xml", "rollouts.jsonl", "processes.json", "events.jsonl"):
+    for stale in (
+        "report.json",
+        "junit.xml",
+        "rollouts.jsonl",
+        "requests.jsonl",
+        "metrics.jsonl",
+        "processes.json",
+        "events.jsonl",
+    ):
         (out / stale).unlink(missing_ok=True)
-    run_dir = Path(tempfile.mkdtemp(prefix="rl", dir="/tmp"))  # short: socket paths hold at most 107 bytes
     session = (session_type or Session)(recipe, out, run_dir)
     session.report |= {"recipe": recipe.model_dump(mode="json"), "versions": read_versions(programs)}
     failure: str | None = None
@@ -92,11 +104,15 @@ class Parts:
     fleet: Fleet
     trainer: Any
     client: RolloutClient
+    prober: RolloutClient
     refit: FleetRefit
     new_refit: Callable[[], FleetRefit]
     sampling: Sampling
     task: Any
     records: RecordWriter
+    journal: RequestJournal
+    telemetry: Telemetry
+    probe_prompt: tuple[int, ...]
     instances: list[Worker]
 
 
@@ -123,10 +139,10 @@ class Session:
         """One line of progress with the seconds since the start."""
         print(f"[{time.monotonic() - self.began:6.1f} s] {what}", flush=True)
 
-    def event(self, name: str) -> None:
+    def event(self, name: str, **details: str) -> None:
         """Append to events.jsonl: what the run is doing now, for whoever watches it from outside."""
         with (self.out / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time.time(), "event": name}) + "\n")
+            file.write(json.dumps({"time": time.time(), "event": name, **details}) + "\n")
 
     def close(self) -> None:
         """End everything that was started, last first; a failing step does not keep the others from running."""
@@ -139,6 +155,8 @@ class Session:
     def run(self, programs: Any) -> None:
         """Everything between start and teardown."""
         recipe, generation = self.recipe, self.recipe.policy.generation
+        self._name_processes({})
+        self.event("run: starting", run_dir=str(self.run_dir))
         model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
         self._phase("ray", lambda: self._stack.enter_context(local_ray(self.run_dir, recipe)))
         signal.signal(signal.SIGTERM, interrupt)  # after Ray has set its own
@@ -147,7 +165,7 @@ class Session:
 
         from functional.suite.trainer import RemoteWeights, Trainer
 
-        placements = reserve(1 + recipe.num_engines)
+        placements = reserve([1] + [recipe.devices_per_engine] * recipe.num_engines)
         trainer = Trainer.options(placement_group=placements[0]).remote(recipe, model_dir)  # type: ignore[attr-defined]
         self._stack.callback(ray.kill, trainer)
         settings = FleetSettings(
@@ -164,6 +182,7 @@ class Session:
         fleet = Fleet(settings, placements[1:], self.say)
         self._stack.callback(fleet.shutdown)
         self._stack.callback(lambda: self.ports.extend(fleet.listening_ports()))
+        self.event("fleet: starting")
         self._phase("fleet", fleet.start)
         self.report["fleet_phases"] = fleet.phases
         self.report["topology"] = {
@@ -174,9 +193,14 @@ class Session:
         }
         parameters = self._phase("trainer", lambda: watched(fleet, trainer.ready.remote()))
         self.report["parameters"] = parameters
-        self._note_processes(fleet)
+        self._name_processes(fleet.pids())
         weights = RemoteWeights(trainer, generation.dynamo_cfg.control_timeout_s)
         self._train(self._prepare(fleet, trainer, weights, model_dir))
+
+    def _name_processes(self, fleet: dict[str, list[int]]) -> None:
+        """Write processes.json: process ids by name, for whoever watches the run from outside."""
+        pids = {"driver": [os.getpid()], **fleet}
+        write_atomically(self.out / "processes.json", json.dumps(pids, indent=2) + "\n")
 
     def _phase(self, name: str, action: Any) -> Any:
         began = time.monotonic()
@@ -195,24 +219,28 @@ class Session:
         task = make_task(recipe.data.dataset_name, tokenizer, recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
         model_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         gate = AdmissionGate()
-        client = RolloutClient(
-            fleet.frontend.url,
-            gate,
+        journal = RequestJournal(self.out / "requests.jsonl")
+        self._stack.callback(journal.close)
+        url = fleet.frontend.url
+        if recipe.faults.break_connections:
+            url = self._stack.enter_context(flaky_proxy(url, recipe.faults.break_connections, recipe.grpo.seed))
+        limits = (
             model_config["vocab_size"],
             generation.vllm_cfg.max_model_len,
-            generation.dynamo_cfg.request_timeout_s,
         )
+        client = RolloutClient(url, gate, *limits, generation.dynamo_cfg.request_timeout_s, journal)
+        prober = RolloutClient(fleet.frontend.url, gate, *limits, generation.dynamo_cfg.control_timeout_s, journal)
         probe_prompt = probe_tokens(task.prompts(0), generation.vllm_cfg.block_size)
         probe_sampling = Sampling(PROBE_TOKENS, generation.temperature, ignore_eos=True)
         instances = list(fleet.workers)
 
         def probe(worker: Worker) -> Completion:
-            return asyncio.run(client.complete_on(worker.instance_id, probe_prompt, probe_sampling))
+            return asyncio.run(prober.complete_on(worker.instance_id, probe_prompt, probe_sampling))
 
         def replace_lost(lost: Mapping[int, str]) -> list[Worker]:
             workers = fleet.replace(lost)
             instances.extend(workers[index] for index in lost)
-            self._note_processes(fleet)
+            self._name_processes(fleet.pids())
             return workers
 
         def new_refit() -> FleetRefit:
@@ -231,40 +259,75 @@ class Session:
             )
 
         records = self._stack.enter_context(RecordWriter(self.out / "rollouts.jsonl"))
-        sampling = Sampling(generation.max_new_tokens, generation.temperature)
-        return Parts(fleet, trainer, client, new_refit(), new_refit, sampling, task, records, instances)
+        sinks = open_sinks(recipe.logger, self.out)
+        telemetry = Telemetry(fleet, generation.dynamo_cfg, sinks, lambda: len(self.report["steps"]))
+        self._stack.enter_context(telemetry)
+        return Parts(
+            fleet=fleet,
+            trainer=trainer,
+            client=client,
+            prober=prober,
+            refit=new_refit(),
+            new_refit=new_refit,
+            sampling=Sampling(generation.max_new_tokens, generation.temperature),
+            task=task,
+            records=records,
+            journal=journal,
+            telemetry=telemetry,
+            probe_prompt=probe_prompt,
+            instances=instances,
+        )
 
     def _train(self, parts: Parts) -> None:
-        steps = self.recipe.grpo.max_num_steps
+        steps, fleet = self.recipe.grpo.max_num_steps, parts.fleet
         self._refit(parts, 0)
-        self.report["sockets"] = [asdict(socket) for socket in listening_sockets()]
+        self.report["sockets"] = [asdict(s) for s in verdicts.check_sockets(self.checks)]
         for step in range(1, steps + 1):
             self._step(parts, step)
             verdicts.check_stale_refused(self.checks, step, parts.refit)
             self._refit(parts, step)
         prompts = [prompt.token_ids for prompt in parts.task.prompts(steps + 1)]
         verdicts.check_post_update(self.checks, self._generate(parts, prompts, steps + 1), str(parts.refit.version))
-        verdicts.check_cache_events(self.checks, parts.fleet)
-        parts.fleet.check_membership()
-        self._keep_metrics(parts.fleet)
+        self._check_overlap(parts)
+        verdicts.check_routing(self.checks, fleet, parts.records.instance_ids)
+        fleet.check_membership()
+        parts.telemetry.poll()
+        verdicts.check_telemetry(self.checks, parts.telemetry, len(parts.instances) - len(fleet.workers))
+        attempts = parts.journal.attempts
+        self.report["requests"] = verdicts.check_join(self.checks, attempts, fleet, self.out / "logs")
+        self._keep_metrics(fleet)
 
     def _step(self, parts: Parts, step: int) -> None:
         """Rollouts, and one optimizer step on them."""
         batch = self._rollouts(parts, step)
         metrics = watched(parts.fleet, parts.trainer.train.remote(batch.samples(), step))
         self.report["steps"].append(asdict_step(step, batch, metrics))
+        parts.telemetry.write({f"train/{name}": value for name, value in metrics.items()}, step)
         verdicts.check_step(self.checks, step, batch, metrics, self.recipe.checks)
         self.say(f"step {step}: reward {batch.mean_reward:.3f}, " + verdicts.describe_step(metrics))
-
-    def _note_processes(self, fleet: Fleet) -> None:
-        pids = fleet.pids() | {"driver": [os.getpid()]}
-        write_atomically(self.out / "processes.json", json.dumps(pids, indent=2) + "\n")
 
     def _note_transition(self, transition: Transition) -> None:
         self.report["refit_transitions"].append(asdict(transition))
         self.event(f"refit {transition.version} {transition.before} → {transition.after}: {transition.reason}")
         if transition.event is not Event.DONE or transition.before is State.RECOVERING:
             self.say(f"refit: {transition.before} → {transition.after}: {transition.reason}")
+
+    def _check_overlap(self, parts: Parts) -> None:
+        """A shared prefix overlaps the second time the router sees it, and no more once the caches are cleared."""
+        prompt, temperature = parts.probe_prompt, parts.sampling.temperature
+        sampling = Sampling(PROBE_TOKENS, temperature, ignore_eos=True)
+
+        def routed() -> Completion:
+            time.sleep(EVENT_DELAY_S)  # cache events reach the router behind the answers
+            return asyncio.run(parts.client.complete_all([prompt], sampling))[0]
+
+        routed()
+        warm = routed()
+        for worker in parts.fleet.workers:
+            worker.control.call("flush_cache")
+            # An engine tells of a clear with its next step.
+            asyncio.run(parts.prober.complete_on(worker.instance_id, prompt[:4], Sampling(1, temperature)))
+        verdicts.check_overlap(self.checks, warm, routed())
 
     def _keep_metrics(self, fleet: Fleet) -> None:
         logs = self.out / "logs"
@@ -427,4 +490,4 @@ def interrupt(signum: int, _frame: Any) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, interrupt)
-    sys.exit(run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))
+    sys.exit(run(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))

@@ -12,30 +12,42 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.errors import ConfigError, RunError
+from functional.runtime.guard import descendants
+
+PATIENCE_S = 400.0
+LEFTOVER_DEADLINE_S = 10.0
+REPLACEMENT_S = 300.0
+"""What a run may take longer when it starts a new worker and goes on to its end."""
+KILLED = 128 + signal.SIGKILL
 
 
 @dataclass(frozen=True)
 class Case:
-    """Kill every process of `victim` when the run reports `event`; `overrides` hold that moment open."""
+    """SIGKILL every process of `victim` `delay_s` after the run reports `event`; `overrides` hold that moment open.
+
+    status: exit status the run must end with; blamed: what its error must say (a killed driver writes no report, and a
+    run that replaces the victim ends well).
+    """
 
     victim: str
     event: str
-    blamed: str
+    blamed: str | None
+    status: int = 1
     overrides: tuple[str, ...] = ()
-    delay_s: float = 0.0
+    delay_s: float = 0.2
 
 
+LONG = ("policy.generation.max_new_tokens=64",)
+HELD = ("faults.pause_send_version=1",)
 CASES = {
-    "worker-killed-generating": Case(
-        "worker-0",
-        "step 1: generating",
-        "worker 0 was killed by SIGKILL",
-        ("policy.generation.max_new_tokens=64",),
-        0.2,
-    ),
-    "worker-killed-mid-transfer": Case(
-        "worker-0", "refit 1: transfer", "worker 0 was killed by SIGKILL", ("faults.pause_send_version=1",), 2.0
-    ),
+    "worker-killed-generating": Case("worker-0", "step 1: generating", None, 0, LONG),
+    "worker-killed-mid-transfer": Case("worker-0", "refit 1: transfer", None, 0, HELD, delay_s=2),
+    "etcd-killed": Case("etcd", "step 1: generating", "etcd was killed by SIGKILL", overrides=LONG),
+    "nats-killed": Case("nats-server", "step 1: generating", "nats-server was killed by SIGKILL", overrides=LONG),
+    "frontend-killed": Case("frontend", "step 1: generating", "frontend was killed by SIGKILL", overrides=LONG),
+    "driver-killed-starting": Case("driver", "fleet: starting", None, KILLED, delay_s=5),
+    "driver-killed-generating": Case("driver", "step 1: generating", None, KILLED, LONG),
+    "driver-killed-updating": Case("driver", "refit 1: transfer", None, KILLED, HELD, delay_s=2),
 }
 
 
@@ -61,12 +73,14 @@ def run_case(name: str, recipe: Path, out: Path, overrides: list[str], deadline_
     with (out / "run.log").open("w", encoding="utf-8") as log:
         run = subprocess.Popen([*command, "--out", str(out)], stdout=log, stderr=log)
     try:
-        pids = _await_moment(run, case, out)
+        _await_moment(run, case, out)
         time.sleep(case.delay_s)
+        everything = descendants(run.pid)
+        named: dict[str, list[int]] = json.loads((out / "processes.json").read_text(encoding="utf-8"))
         killed_at = time.monotonic()
-        for pid in pids[case.victim]:
+        for pid in named[case.victim]:
             os.kill(pid, signal.SIGKILL)
-        status = run.wait(deadline_s)
+        status = run.wait(deadline_s + (REPLACEMENT_S if case.status == 0 else 0))
     except subprocess.TimeoutExpired as late:
         raise RunError(f"{name}: the run is still there {deadline_s:g} s after the kill") from late
     finally:
@@ -74,34 +88,45 @@ def run_case(name: str, recipe: Path, out: Path, overrides: list[str], deadline_
             run.terminate()
             run.wait(90)
     seconds = time.monotonic() - killed_at
-    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    error = report["error"] or ""
-    problems = [] if status == 1 else [f"exit status {status}, expected 1"]
-    if case.blamed not in error:
-        problems.append(f"the error does not say «{case.blamed}»")
-    problems += [
-        f"{owner} (pid {pid}) is still there" for owner, owned in pids.items() for pid in owned if _is_alive(pid)
-    ]
-    problems += [c["detail"] for c in report["checks"] if c["name"].startswith("teardown.") and not c["passed"]]
+    error, problems = _judge_report(case, out)
+    if status != case.status:
+        problems.insert(0, f"exit status {status}, expected {case.status}")
+    problems += _leftovers(everything, out)
     return Outcome(name, status, seconds, error, problems)
 
 
-def _await_moment(
-    run: "subprocess.Popen[bytes]", case: Case, out: Path, patience_s: float = 400
-) -> dict[str, list[int]]:
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
+def _judge_report(case: Case, out: Path) -> tuple[str, list[str]]:
+    if case.status == KILLED:
+        return "", ["a killed driver wrote a report"] if (out / "report.json").exists() else []
+    report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    error = report["error"] or ""
+    problems = [] if case.blamed is None or case.blamed in error else [f"the error does not say «{case.blamed}»"]
+    if case.status == 0 and not any(refit["replaced"] for refit in report["refits"]):
+        problems.append("no worker was replaced")
+    failed = [c["detail"] for c in report["checks"] if c["name"].startswith("teardown.") and not c["passed"]]
+    return error, problems + failed
+
+
+def _leftovers(pids: list[int], out: Path) -> list[str]:
+    """What of the run is still there LEFTOVER_DEADLINE_S after its exit."""
+    deadline = time.monotonic() + LEFTOVER_DEADLINE_S
+    while (alive := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    found = [f"process {pid} is still there" for pid in alive]
+    events = (out / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    run_dir = Path(json.loads(events[0])["run_dir"])
+    return found + ([f"folder {run_dir} is still there"] if run_dir.exists() else [])
+
+
+def _await_moment(run: "subprocess.Popen[bytes]", case: Case, out: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    events = out / "events.jsonl"
+    while not (events.exists() and f'"{case.event}"' in events.read_text(encoding="utf-8")):
         if run.poll() is not None:
             raise RunError(f"the run ended with status {run.returncode} before «{case.event}»; see {out}/run.log")
-        if _has_event(out / "events.jsonl", case.event):
-            pids: dict[str, Any] = json.loads((out / "processes.json").read_text(encoding="utf-8"))
-            return pids
+        if time.monotonic() > deadline:
+            raise RunError(f"«{case.event}» did not come within {PATIENCE_S:g} s; see {out}/run.log")
         time.sleep(0.02)
-    raise RunError(f"«{case.event}» did not come within {patience_s:g} s; see {out}/run.log")
-
-
-def _has_event(path: Path, event: str) -> bool:
-    return path.exists() and f'"{event}"' in path.read_text(encoding="utf-8")
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,7 +1,5 @@
 """Refit under faults: one fleet of two real workers, one case after the other, each with the end it must come to.
 
-    python -m functional.suite.refit_faults RECIPE OUT [only=case,case] [key=value …]
-
 Sends that fail or lie, clears that do not clear, workers killed and stopped, and at last the trainer killed.
 """
 
@@ -90,8 +88,8 @@ class FaultSession(Session):
             parts = case(parts) or parts
             self.report["fault_cases"].append({"case": name, "seconds": time.monotonic() - began})
 
-    def event(self, name: str) -> None:
-        super().event(name)
+    def event(self, name: str, **details: str) -> None:
+        super().event(name, **details)
         strike = getattr(self, "_strike", None)
         if strike is not None and name == strike.moment:
             self._strike = None
@@ -277,11 +275,10 @@ def is_open(parts: Parts) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the cases; 0 when each came to its end."""
-    only = [word.removeprefix("only=") for word in arguments[2:] if word.startswith("only=")]
-    FaultSession.only = tuple(name for names in only for name in names.split(","))
-    overrides = [word for word in arguments[2:] if not word.startswith("only=")]
-    return driver.run(Path(arguments[0]), Path(arguments[1]), [*SETTINGS, *overrides], FaultSession)
+    """Run the cases: RECIPE OUT RUN_DIR CASE,… [key=value …]; 0 when each came to its end."""
+    recipe, out, run_dir, only, *overrides = arguments
+    FaultSession.only = tuple(filter(None, only.split(",")))
+    return driver.run(Path(recipe), Path(out), Path(run_dir), [*SETTINGS, *overrides], FaultSession)
 
 
 if __name__ == "__main__":

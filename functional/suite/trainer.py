@@ -185,6 +185,6 @@ class RemoteWeights:
             cause = error.cause or error
             raise RefitError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}") from error
         except RayActorError as error:
-            raise SourceLostError(f"trainer: its process is gone: {' '.join(str(error).split())[:300]}") from error
+            raise SourceLostError(f"trainer: its process is gone ({type(error).__name__})") from error
         except RayError as error:
             raise RefitError(f"trainer: {method}: {' '.join(str(error).split())[:300]}") from error

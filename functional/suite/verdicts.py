@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,12 +11,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from functional.runtime.config import GrpoConfig, Thresholds
 from functional.runtime.errors import RunError
 from functional.runtime.fleet import Fleet, Worker
+from functional.runtime.identity import Attempt, join
+from functional.runtime.ports import FIRST, LAST
 from functional.runtime.refit import FleetRefit, RefitResult
 from functional.runtime.refit_machine import Event
 from functional.runtime.rollout import Completion
+from functional.runtime.telemetry import Telemetry
 from functional.suite.checks import Checklist
 from functional.suite.grpo import advantages
 from functional.suite.policy import Sample
+from functional.suite.sockets import ListeningSocket, ephemeral_range, listening_sockets
 
 KV_EVENTS = "dynamo_component_kv_cache_events_applied"
 EVENT_PATIENCE_S = 5.0
@@ -194,8 +199,82 @@ def check_post_update(checks: Checklist, completions: list[Completion], version:
     )
 
 
-def check_cache_events(checks: Checklist, fleet: Fleet) -> None:
-    """Under KV routing the router must have applied the workers' own cache events."""
+def check_sockets(checks: Checklist) -> list[ListeningSocket]:
+    """Everything the run listens on is on one interface, on a port of our range or one the kernel gave."""
+    sockets = listening_sockets()
+    low, high = ephemeral_range()
+    bad = [
+        f"{s.program}: {s.address}:{s.port}"
+        for s in sockets
+        if s.is_wildcard or not (FIRST <= s.port <= LAST or low <= s.port <= high)
+    ]
+    checks.add(
+        "network.no_wildcard_listener",
+        bool(sockets) and not bad,
+        "; ".join(bad[:5])
+        or f"{len(sockets)} listening sockets, each on one address, on {FIRST}-{LAST} or {low}-{high}",
+        sockets=len(sockets),
+    )
+    return sockets
+
+
+def check_overlap(checks: Checklist, warm: Completion, cleared: Completion) -> None:
+    """The engine and, under KV routing, the router see a shared prefix before a clear and not after it."""
+    routed_by_events = warm.kv_hit_rate is not None
+    checks.add(
+        "routing.shared_prefix_overlaps",
+        warm.cached_tokens > 0 and (not routed_by_events or (warm.kv_hit_rate or 0) > 0),
+        f"{warm.cached_tokens} cached tokens, router hit rate {warm.kv_hit_rate}",
+    )
+    checks.add(
+        "routing.no_overlap_after_clear",
+        cleared.cached_tokens == 0 and not cleared.kv_hit_rate,
+        f"{cleared.cached_tokens} cached tokens, router hit rate {cleared.kv_hit_rate}",
+    )
+
+
+def check_telemetry(checks: Checklist, telemetry: Telemetry, replaced: int) -> None:
+    """Metrics of workers and frontend were read, without a failure but while a lost worker was not yet replaced."""
+    checks.add(
+        "telemetry.polled",
+        telemetry.polls > 0 and (telemetry.failed_polls == 0 or replaced > 0),
+        f"{telemetry.polls} polls of every worker and the frontend, {telemetry.failed_polls} failed",
+    )
+
+
+def check_join(checks: Checklist, attempts: list[Attempt], fleet: Fleet, log_dir: Path) -> dict[str, Any]:
+    """Every request sent is in a worker's log, and no other is."""
+    logs = [log_dir / f"worker-{worker.index}.log" for worker in fleet.workers]
+    deadline = time.monotonic() + EVENT_PATIENCE_S
+    while (found := join(attempts, logs)).unserved and time.monotonic() < deadline:
+        time.sleep(0.2)  # the last lines may still be on their way into the log
+    sent = ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.sent.items()))
+    checks.add(
+        "identity.requests_joined",
+        found.is_one_to_one and found.logged > 0,
+        f"{found.logged} requests in the workers' logs; sent: {sent}"
+        + "".join(
+            f"; {len(ids)} {what} ({ids[0]})"
+            for what, ids in (
+                ("logged but never sent", found.unknown),
+                ("answered but not logged", found.unserved),
+                ("logged twice", found.served_twice),
+                ("samples answered twice", found.answered_twice),
+            )
+            if ids
+        ),
+        **found.sent,
+    )
+    return vars(found)
+
+
+def check_routing(checks: Checklist, fleet: Fleet, instance_ids: set[int | None]) -> None:
+    """Every worker served rollouts; under KV routing the router must have applied the workers' own cache events."""
+    checks.add(
+        "routing.every_worker_served",
+        {worker.instance_id for worker in fleet.workers} <= instance_ids,
+        f"{len(instance_ids)} of {len(fleet.workers)} worker(s) served rollouts",
+    )
     if fleet.settings.generation.dynamo_cfg.frontend_args.get("router_mode", "kv") != "kv":
         return
     stored = count_events(fleet, "stored")

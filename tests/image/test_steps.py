@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
+from contextlib import suppress
+
 import pytest
 
 from kit import steps
+from kit.layout import REPO
 from kit.steps import complete_step, say, seconds_text, size_text
 
 pytestmark = pytest.mark.unit
@@ -57,3 +64,30 @@ def test_seconds() -> None:
         "1 min 01 s",
         "60 min 00 s",
     ]
+
+
+@pytest.mark.parametrize("color", [True, False])
+def test_on_a_terminal_the_last_line_names_the_open_steps(color: bool) -> None:
+    program = """
+import time
+from kit.steps import complete_step
+with complete_step("outer"), complete_step("inner"):
+    time.sleep(0.3)
+"""
+    hidden = ("CI", "NO_COLOR", "TERM")
+    env = {name: value for name, value in os.environ.items() if name not in hidden} | {"TERM": "xterm"}
+    master, slave = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPO, stderr=slave, env=env if color else {**env, "NO_COLOR": "1"}
+    ) as process:
+        os.close(slave)
+        seen = b""
+        with suppress(OSError):  # the terminal's other end is closed
+            while part := os.read(master, 65536):
+                seen += part
+        os.close(master)
+    assert process.returncode == 0
+    text = seen.decode()
+    assert "outer › inner" in text
+    assert text.rstrip().splitlines()[-1].split("(")[0].endswith("outer  ")
+    assert ("\x1b[32m" in text) == color

@@ -25,6 +25,8 @@ HOSTILE = {
     "IN_QUOTES": '"quoted"',
     "IN_SINGLE": "'quoted'  ",
     "ONE_QUOTE": '"',
+    "TWO_QUOTES": "''",
+    "MANY_QUOTES": '"\'"x"\'"',
     "BACKSLASH": "a\\nb\\",
     "HASH": "# no comment",
     "REFERENCE": "${HOME} stays",

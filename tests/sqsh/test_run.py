@@ -278,18 +278,8 @@ class TestEnroot:
         options = ("--mount", f"{tmp_path}:/x:ro", "--env", "A=b c", "--network", "none")
         assert kit("run", "--sqsh", tiny, *options, "--", "a", "b c").returncode == 6
         words, network = json.loads(told.read_text())
-        assert words == [
-            "start",
-            "--root",
-            "--rw",
-            "--mount",
-            f"{tmp_path}:/x:ro",
-            "--env",
-            "A=b c",
-            str(tiny),
-            "a",
-            "b c",
-        ]
+        mount = f"{tmp_path}:/x:none:x-create=auto,bind,ro"
+        assert words == ["start", "--root", "--rw", "--mount", mount, "--env", "A=b c", str(tiny), "a", "b c"]
         assert network == "y"
 
 

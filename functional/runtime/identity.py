@@ -1,0 +1,91 @@
+"""Every request sent, and the proof that Dynamo served exactly those: a join with the workers' own logs, not counters.
+
+A worker logs `request received request_id=<uuid>` with `endpoint="generate"` for each request (Dynamo 1.3.0.post1).
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+Outcome = Literal["accepted", "rejected", "retried", "aborted"]
+
+_RECEIVED = re.compile(r'request received request_id=([0-9a-f-]{36})\b.*\bendpoint="generate"')
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One request as it was sent. `number` counts from 1; a retried one is followed by another with the same `sample`.
+
+    sample: the rollout it was for, the same over all attempts; purpose: rollout or probe. Times: seconds since 1970.
+    """
+
+    request_id: str
+    sample: str
+    purpose: str
+    number: int
+    outcome: Outcome
+    reason: str | None
+    sent_at: float
+    ended_at: float
+
+
+class RequestJournal:
+    """Appends attempts to a JSON Lines file; each survives the death of this process once `add` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self.attempts: list[Attempt] = []
+
+    def add(self, attempt: Attempt) -> None:
+        self.attempts.append(attempt)
+        self._file.write(json.dumps(asdict(attempt)) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class Join:
+    """Requests sent against requests logged. The last four lists hold request IDs and are empty in a proven run."""
+
+    sent: dict[str, int]
+    logged: int
+    unknown: list[str]
+    unserved: list[str]
+    served_twice: list[str]
+    answered_twice: list[str]
+
+    @property
+    def is_one_to_one(self) -> bool:
+        return not (self.unknown or self.unserved or self.served_twice or self.answered_twice)
+
+
+def join(attempts: Iterable[Attempt], worker_logs: Iterable[Path]) -> Join:
+    """Match attempts with the generate requests in the workers' logs.
+
+    Every answered attempt must be logged once, and every logged request must be an attempt; a retried or aborted one
+    may have been lost on its way. No sample may be answered twice.
+    """
+    sent = {attempt.request_id: attempt for attempt in attempts}
+    logged = Counter(request for log in worker_logs for request in received_requests(log))
+    answered = [a for a in sent.values() if a.outcome in ("accepted", "rejected")]
+    samples = Counter(a.sample for a in answered)
+    return Join(
+        sent=dict(Counter(a.outcome for a in sent.values())),
+        logged=sum(logged.values()),
+        unknown=sorted(logged.keys() - sent.keys()),
+        unserved=sorted(a.request_id for a in answered if a.request_id not in logged),
+        served_twice=sorted(request for request, count in logged.items() if count > 1),
+        answered_twice=sorted(sample for sample, count in samples.items() if count > 1),
+    )
+
+
+def received_requests(log: Path) -> list[str]:
+    """IDs of the generate requests a worker logged, in order."""
+    text = _COLOURS.sub("", log.read_text(encoding="utf-8", errors="replace"))
+    return [match[1] for line in text.splitlines() if (match := _RECEIVED.search(line))]
