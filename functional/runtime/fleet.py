@@ -309,6 +309,7 @@ class WorkerOwner:
                 "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": str(settings.generation.dynamo_cfg.control_timeout_s + 15),
                 "VLLM_PORT": str(engine),
                 "VLLM_HOST_IP": settings.address,
+                "VLLM_RPC_BASE_PATH": str(settings.run_dir),  # a killed worker leaves its sockets there
                 "VLLM_RENDEZVOUS_DIR": str(settings.run_dir),
                 "VLLM_NO_USAGE_STATS": "1",
                 "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",  # by the time it is told to stop, nothing is under way

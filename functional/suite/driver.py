@@ -254,6 +254,7 @@ class Session:
                 noise=recipe.checks.logprob_noise,
                 attempts=generation.dynamo_cfg.update_attempts,
                 replace=replace_lost,
+                ranks_per_worker=generation.vllm_cfg.tensor_parallel_size * generation.vllm_cfg.pipeline_parallel_size,
                 on_step=lambda version, name: self.event(f"refit {version}: {name}"),
                 on_transition=self._note_transition,
             )

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from functional.runtime.control import ControlError, WorkerLostError
 from functional.runtime.errors import RefitError, RolloutError, RunError
@@ -16,6 +16,10 @@ from functional.runtime.rollout import AdmissionGate, Completion
 
 VERSION = "get_weight_version"
 UPDATE = "update_weights_from_distributed"
+
+
+class Unsound(BaseException):  # noqa: N818
+    """A request could be admitted by a fleet that is not uniform."""
 
 
 class Chooser:
@@ -103,16 +107,15 @@ class World:
         return Worker(index, self.instances, FakeControl(self, index))
 
     def assert_sound(self) -> None:
-        assert self.gate.is_open == (self.refit.state is State.SERVING)
-        if not self.gate.is_open:
-            return
+        """Raises Unsound, which no handler of the refit takes for a failed attempt."""
+        if self.gate.is_open != (self.refit.state is State.SERVING):
+            raise Unsound(f"admission open: {self.gate.is_open}, while {self.refit.state}")
         version = self.refit.version
-        for engine in self.engines:
-            assert engine.weights == version
-            assert engine.label == str(version)
-            assert engine.cache <= {version}
-            assert not engine.paused
-            assert not engine.loading
+        sound = Engine(version, str(version))
+        for engine in self.engines if self.gate.is_open else []:
+            seen = replace(engine, cache=engine.cache - {version}, incoming=None, group=0, end="", sticky=set())
+            if seen != sound:
+                raise Unsound(f"admission open at version {version}: {seen}")
 
     def serve(self) -> None:
         """A rollout on each worker."""
@@ -131,7 +134,7 @@ class World:
         return Completion("r", (1,), (2,), seen, worker.instance_id, cached, None, 0.0, 0.0, None)
 
     def replace(self, lost) -> list[Worker]:
-        assert not self.gate.is_open
+        self.assert_sound()
         if self.chooser.pick(["ok", "fails"]) == "fails":
             raise RunError("no new worker came up")
         self.workers = [self.new_worker(w.index) if w.index in lost else w for w in self.workers]
@@ -158,7 +161,7 @@ class World:
         return {"w": self.selected}
 
     def send(self) -> None:
-        assert not self.gate.is_open
+        self.assert_sound()
         self.sent = None
         outcome = self.chooser.pick(["ok", "fails", "lost"])
         self.source_lost = outcome == "lost"

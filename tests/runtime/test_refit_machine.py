@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from refit_world import Chooser, World, explore
+from refit_world import Chooser, Unsound, World, explore
 
 from functional.runtime.errors import RefitError
 from functional.runtime.refit import FleetRefit
@@ -87,8 +87,10 @@ def test_no_path_admits_a_request_in_a_mixed_state(attempts, max_faults, possibl
     assert {end for end, count in ends.items() if count} == possible
 
 
-@pytest.mark.parametrize("left_out", ["_prove", "_commit"])
+@pytest.mark.parametrize("left_out", [["_commit"], ["_prove", "_judge_probes"], ["_clear", "_judge_probes"]])
 def test_the_check_notices_when_a_part_of_the_update_does_nothing(monkeypatch, left_out):
-    monkeypatch.setattr(FleetRefit, left_out, lambda refit, result: None)
-    with pytest.raises(AssertionError):
+    """Proof and clear are each backed by the probe, so that one has to go too."""
+    for method in left_out:
+        monkeypatch.setattr(FleetRefit, method, lambda refit, result: None)
+    with pytest.raises(Unsound):
         explore(lambda chooser: two_updates(chooser, 1), 1)
