@@ -177,7 +177,7 @@ def run(
     from kit.run import make_container, run_container
 
     container = make_container(sqsh or release(name).sqsh, command or [], mount or [], env or [], network)
-    raise typer.Exit(run_container(container, engine))
+    raise typer.Exit(run_container(container, engine).status)
 
 
 @app.command()

@@ -6,10 +6,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-all=(static unit stations road inside)
-declare -A budget=([static]=2 [unit]=3 [stations]=5 [road]=25 [inside]=10)
+all=(static unit stations road inside faults)
+declare -A budget=([static]=2 [unit]=3 [stations]=5 [road]=25 [inside]=10 [faults]=25)
 build=(.venv/bin/python build.py)
-pytest=(env -u KEEP .venv/bin/python -m pytest -q --ignore tests/engine --ignore tests/runtime --ignore tests/suite_math)
+pytest=(env -u KEEP .venv/bin/python -m pytest -q --ignore tests/engine --ignore tests/faults --ignore tests/runtime --ignore tests/suite_math)
 summary=()
 
 static() {
@@ -37,9 +37,18 @@ road() {
 
 # The tests of what runs in the image, in the image.
 inside() {
+  in_image image-tests.sh
+}
+
+# Whole runs that are hurt on purpose.
+faults() {
+  in_image fault-tests.sh
+}
+
+in_image() {
   local mounts=(--mount "$PWD/tests:/src/tests:ro" --mount "$PWD/functional:/src/functional:ro")
   mounts+=(--mount "$PWD/pyproject.toml:/src/pyproject.toml:ro" --mount "$PWD/ci:/src/ci:ro")
-  "${build[@]}" run "${mounts[@]}" --network none -- bash /src/ci/image-tests.sh
+  "${build[@]}" run "${mounts[@]}" --network none -- bash "/src/ci/$1"
 }
 
 main() {

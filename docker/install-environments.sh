@@ -19,7 +19,10 @@ install_environment() {
 install_environment trainer
 if [ -n "$BUILD_DYNAMO" ]; then
   install_environment dynamo
-  # The recipe's etcd is the one in this environment, wherever it comes from.
+  # The recipe's etcd is the one in this environment, whether its archive was fetched or the base has a package.
+  for archive in /mnt/archives/etcd-*.tar.gz; do
+    [ ! -e "$archive" ] || tar -xzf "$archive" -C /opt/dynamo_venv/bin --strip-components=1 --no-same-owner --wildcards '*/etcd'
+  done
   [ -e /opt/dynamo_venv/bin/etcd ] || ln -s "$(command -v etcd)" /opt/dynamo_venv/bin/etcd
 fi
 rm -rf "$UV_CACHE_DIR" /tmp/uv

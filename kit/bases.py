@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from kit.errors import UsageError
+from kit.errors import KitError, UsageError
 from kit.layout import LOCKFILES
+
+_Model = TypeVar("_Model")
 
 
 class Base(BaseModel):
@@ -21,6 +23,8 @@ class Base(BaseModel):
     packages: tuple[str, ...]
     suite: str | None = None
     image: Annotated[str | None, Field(pattern=r"@sha256:[0-9a-f]{64}$")] = None
+    archives: tuple[str, ...] = ()
+    """Names in archives.toml that are taken where their host can be reached."""
     locks: str | None = None
     """Whose locks the profile takes; its own if none."""
 
@@ -38,9 +42,34 @@ class Bases(BaseModel):
         return base
 
 
+class Archive(BaseModel):
+    """One archive: where it lies, and its sha256 for each machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: str
+    url: str
+    amd64: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    arm64: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+    def for_machine(self, machine: str) -> tuple[str, str]:
+        """URL and sha256 for a machine as `uname -m` names it."""
+        debian = {"x86_64": "amd64", "aarch64": "arm64"}.get(machine)
+        if debian is None:
+            raise KitError(f"no archives for {machine}", "build on x86_64 or aarch64")
+        return self.url.format(version=self.version, machine=debian), str(getattr(self, debian))
+
+
 def read_bases() -> Bases:
-    path = LOCKFILES / "bases.toml"
+    return _valid("bases.toml", TypeAdapter(Bases))
+
+
+def read_archives() -> dict[str, Archive]:
+    return _valid("archives.toml", TypeAdapter(dict[str, Archive]))
+
+
+def _valid(name: str, model: TypeAdapter[_Model]) -> _Model:
     try:
-        return Bases.model_validate(tomllib.loads(path.read_text()))
+        return model.validate_python(tomllib.loads((LOCKFILES / name).read_text()))
     except (tomllib.TOMLDecodeError, ValidationError) as error:
-        raise UsageError(f"{path}: {error}", "correct the file") from error
+        raise UsageError(f"{LOCKFILES / name}: {error}", "correct the file") from error

@@ -13,13 +13,14 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kit.bases import Base, read_bases
-from kit.command import run
+from kit.bases import Base, read_archives, read_bases
+from kit.command import Finished, run
 from kit.errors import KitError
 from kit.files import finished_file, sha256_of, write_atomic
-from kit.layout import REPO, inputs_dir, only_run
+from kit.layout import REPO, inputs_dir, only_run, scratch_folder
 from kit.lock import LockSet, lockfile, locks_of
 from kit.steps import complete_step, say, size_text
 
@@ -36,6 +37,8 @@ class Manifest(BaseModel):
     """Lockfile name → sha256."""
     wheels: dict[str, int]
     """Wheel → size; each one's hash is in the locks."""
+    archives: dict[str, str] = {}
+    """Archive → sha256."""
     base: Base
     base_sha256: str | None = None
     base_size: int = 0
@@ -55,7 +58,8 @@ def fetch_inputs(profile: str) -> Manifest:
             step.note("all there, reused")
             return there
         wheels = _fetch_wheels(locks_of(profile), base, folder / "wheels")
-        manifest = Manifest(locks=locks, wheels=wheels, base=base)
+        archives = _fetch_archives(base, folder / "archives")
+        manifest = Manifest(locks=locks, wheels=wheels, archives=archives, base=base)
         if base.suite is not None:
             if there is not None and there.base == base and _base_complete(folder, there):
                 say("base: there, reused")
@@ -96,7 +100,10 @@ def _read(folder: Path) -> Manifest | None:
 
 def _complete(folder: Path, manifest: Manifest) -> bool:
     sizes = {path.name: path.stat().st_size for path in _wheels(folder / "wheels")}
-    return sizes == manifest.wheels and (manifest.base.suite is None or _base_complete(folder, manifest))
+    if sizes != manifest.wheels or not (folder / "archives").is_dir():
+        return False
+    archives = {path.name for path in (folder / "archives").iterdir()}
+    return archives == set(manifest.archives) and (manifest.base.suite is None or _base_complete(folder, manifest))
 
 
 def _base_complete(folder: Path, manifest: Manifest) -> bool:
@@ -127,7 +134,13 @@ def _fetch_wheels(locks: tuple[LockSet, ...], base: Base, folder: Path) -> dict[
 
 def _pip_download(lock: Path, base: Base, folder: Path) -> set[str]:
     """Names of the wheels that `lock` asks for; those already in `folder` are only checked against their hashes."""
-    finished = run(
+    with scratch_folder("fetch") as scratch:
+        finished = _run_pip_download(lock, base, folder, scratch)
+    return set(_named_wheels(finished.stdout.splitlines()))
+
+
+def _run_pip_download(lock: Path, base: Base, folder: Path, scratch: Path) -> Finished:
+    return run(
         [
             sys.executable,
             "-m",
@@ -148,10 +161,9 @@ def _pip_download(lock: Path, base: Base, folder: Path) -> set[str]:
             f"--dest={folder}",
             f"--requirement={lock}",
         ],
-        env={"PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        env={"PIP_DISABLE_PIP_VERSION_CHECK": "1", "TMPDIR": str(scratch)},
         hint="check pip's index configuration (pip config list), then fetch again",
     )
-    return set(_named_wheels(finished.stdout.splitlines()))
 
 
 def _named_wheels(lines: Iterable[str]) -> Iterable[str]:
@@ -160,6 +172,38 @@ def _named_wheels(lines: Iterable[str]) -> Iterable[str]:
         words = line.split()
         if words and words[-1].endswith(".whl") and ("Saved" in words or "already" in words):
             yield os.path.basename(words[-1])  # noqa: PTH119  # a string, not a file
+
+
+def _fetch_archives(base: Base, folder: Path) -> dict[str, str]:
+    """Bring the base's archives; one whose host is out of reach is left out, as the base has a package of it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    fetched = {}
+    for name in base.archives:
+        archive = read_archives()[name]
+        url, sha256 = archive.for_machine(platform.machine())
+        target = folder / f"{name}-{archive.version}.tar.gz"
+        with complete_step(f"Archive of {name} {archive.version}") as step:
+            try:
+                _download(url, sha256, target)
+            except httpx.TransportError as error:
+                step.note(f"out of reach ({error}); the base's own package serves instead")
+                continue
+            step.moved(target.stat().st_size)
+            fetched[target.name] = sha256
+    return fetched
+
+
+def _download(url: str, sha256: str, target: Path) -> None:
+    with finished_file(target) as part:
+        with httpx.stream("GET", url, follow_redirects=True, timeout=30) as answer, part.open("wb") as file:
+            if answer.status_code != 200:
+                raise KitError(f"{url} answers {answer.status_code}", "check the address in lockfiles/archives.toml")
+            for piece in answer.iter_bytes():
+                file.write(piece)
+        got = sha256_of(part)
+        if got != sha256:
+            raise KitError(f"{url} has sha256 {got}, but lockfiles/archives.toml pins {sha256}", "do not use it")
 
 
 def platform_tags(glibc: str) -> list[str]:
@@ -176,7 +220,8 @@ def platform_tags(glibc: str) -> list[str]:
 def _make_base(base: Base, epoch: int, tar: Path) -> dict[str, str]:
     """Make the base's tar with mmdebstrap and return the packages in it; the same archive gives the same bytes."""
     assert base.suite is not None
-    with complete_step(f"Base: Debian {base.suite}") as step, finished_file(tar) as part:
+    step_title = f"Base: Debian {base.suite}"
+    with complete_step(step_title) as step, scratch_folder("base") as scratch, finished_file(tar) as part:
         sources = run([REPO / "ci/suite.sh", "sources", base.suite]).stdout
         run(
             [
@@ -198,12 +243,10 @@ def _make_base(base: Base, epoch: int, tar: Path) -> dict[str, str]:
                 "-",
             ],
             stdin=sources,
-            env={"SOURCE_DATE_EPOCH": str(epoch), "STATUS_COPY": str(tar.with_suffix(".status"))},
+            env={"SOURCE_DATE_EPOCH": str(epoch), "STATUS_COPY": str(scratch / "status"), "TMPDIR": str(scratch)},
             hint="see that apt-get update works on this machine",
         )
-        status = tar.with_suffix(".status")
-        packages = dict(_installed(status.read_text()))
-        status.unlink()
+        packages = dict(_installed((scratch / "status").read_text()))
         step.note(f"{len(packages)} packages, {size_text(part.stat().st_size)}")
         return packages
 

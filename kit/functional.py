@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kit.errors import CHECK_FAILED, KitError, UsageError
+from kit.errors import KitError, UsageError
 from kit.files import sha256_of
 from kit.layout import REPO, Release, only_run, release
 from kit.record import FunctionalSection, Record, add_section, read_record
@@ -33,8 +33,8 @@ class Counts:
 def run_functional(name: str, recipes: Sequence[str] = (), overrides: Sequence[str] = (), engine: str = "auto") -> int:
     """Run the suite in `dist/<name>/<name>.sqsh`; its files go to `dist/<name>/functional`. The answer is its status.
 
-    A run that reached its report replaces the earlier one, passed or not. One that did not is kept apart in
-    `functional.incomplete`, and the earlier report and its section stay.
+    A run that reached its report replaces the earlier one, passed or not. One that did not, or was interrupted, is
+    kept apart in `functional.incomplete`, and the earlier report and its section stay.
     """
     if len(recipes) > 1:
         raise UsageError(f"two recipes: {' and '.join(recipes)}", "name one; settings are written key=value")
@@ -46,18 +46,18 @@ def run_functional(name: str, recipes: Sequence[str] = (), overrides: Sequence[s
         results = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=made.folder))
         try:
             say(f"running the suite in {made.sqsh.name}; its log goes to {made.functional}/logs at the end")
-            status = run_container(_container(made, results, recipes, overrides), engine)
-            if not _has_report(results):
+            ended = run_container(_container(made, results, recipes, overrides), engine)
+            if ended.interrupted or not _has_report(results):
                 _move(results, _incomplete(made))
-                say(f"the suite ended with status {status} before its report; what it wrote is in {_incomplete(made)}")
-                return status or CHECK_FAILED
-            section = _section(record, results, made, status)
+                why = "was interrupted" if ended.interrupted else f"ended with status {ended.status} before its report"
+                raise KitError(f"the suite {why}", f"what it wrote is in {_incomplete(made)}; earlier results stay")
+            section = _section(record, results, made, ended.status)
             _move(results, made.functional)
             add_section(made.record, section, replace=True)
         finally:
             shutil.rmtree(results, ignore_errors=True)
         say(f"suite {section.status}: {section.passed} passed, {section.failed} failed, {section.skipped} skipped")
-        return status
+        return ended.status
 
 
 def newest_release() -> str:

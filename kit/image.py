@@ -199,7 +199,7 @@ def failed_step(log: str) -> str:
 
 
 def _input_hashes(inputs: Manifest) -> dict[str, str]:
-    hashes = dict(inputs.locks)
+    hashes = {**inputs.locks, **inputs.archives}
     hashes["base"] = inputs.base_sha256 or str(inputs.base.image).rpartition("sha256:")[2]
     hashes.update({source: _tree_sha256(REPO / source) for source in _SOURCES})
     return hashes

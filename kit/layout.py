@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +59,18 @@ def release(name: str) -> Release:
     if not name or name == "inputs" or name.startswith(".") or "/" in name:
         raise UsageError(f"'{name}' cannot name a release", "use a plain word such as cpu or cuda-1.3.0")
     return Release(name)
+
+
+@contextmanager
+def scratch_folder(what: str) -> Iterator[Path]:
+    """A folder in the state folder for the temporary files of programs that may be ended before they tidy up."""
+    folder = state_dir() / "tmp" / what
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from kit.layout import state_dir
 
 INIT = Path(__file__).with_name("container_init.py")
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
 SQUASHFS_MAGIC = b"hsqs"
 
 
@@ -46,8 +47,14 @@ class Container:
     stop_within_s: float | None = None  # after a signal to end; None waits for as long as it takes
 
 
-def run_container(container: Container, engine: str = "auto") -> int:
-    """Run it on our own terminal, streams included; the answer is its exit status, 128 + N if signal N ended it."""
+@dataclass(frozen=True)
+class Ended:
+    status: int  # the command's exit status, 128 + N if signal N ended it
+    interrupted: bool  # we were told to end and passed that on; the status is what the command made of it
+
+
+def run_container(container: Container, engine: str = "auto") -> Ended:
+    """Run it on our own terminal, streams included, to its end."""
     if engine not in ("auto", "enroot", "own"):
         raise UsageError(f"unknown engine '{engine}'", "choose auto, enroot or own")
     check_squashfs(container.squashfs)
@@ -101,7 +108,7 @@ def check_squashfs(path: Path) -> None:
         raise UsageError(f"{path} is no squashfs", "make it again: ./build.py sqsh")
 
 
-def _run_in_enroot(container: Container) -> int:
+def _run_in_enroot(container: Container) -> Ended:
     words = ["enroot", "start", "--root", "--rw"]
     for mount in container.mounts:
         options = "bind,ro" if mount["read_only"] else "rbind,rw"
@@ -117,7 +124,7 @@ def _run_in_enroot(container: Container) -> int:
     return _wait(process, process.send_signal, container.stop_within_s)
 
 
-def _run_in_namespaces(container: Container) -> int:
+def _run_in_namespaces(container: Container) -> Ended:
     if os.geteuid() != 0:
         raise UsageError("running a squashfs needs root on a machine without enroot", "use sudo, or install enroot")
     base = state_dir() / "container"
@@ -145,11 +152,11 @@ def _run_in_namespaces(container: Container) -> int:
             pass_fds=(spec_file.fileno(), inner, report.fileno()),
             process_group=0,  # so that what a terminal sends to our group does not hit the helpers
         )
-        status = _wait(process, lambda number: _send(outer, number), container.stop_within_s)
+        ended = _wait(process, lambda number: _send(outer, number), container.stop_within_s)
         report.seek(0)
-        if status == SETUP_FAILED and (problem := report.read().decode()):
+        if ended.status == SETUP_FAILED and (problem := report.read().decode()):
             raise KitError(f"the container could not start: {problem}")
-    return status
+    return ended
 
 
 def _init_command(spec: Spec, *handles: int) -> list[str]:
@@ -162,12 +169,14 @@ def _init_command(spec: Spec, *handles: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _wait(process: subprocess.Popen[bytes], send: Callable[[int], None], stop_within_s: float | None) -> int:
-    """Exit status of `process`, while signals that would end us go to `send`, and kill it when it takes too long."""
+def _wait(process: subprocess.Popen[bytes], send: Callable[[int], None], stop_within_s: float | None) -> Ended:
+    """Wait for `process`, while signals that would end us go to `send`, and kill it when it takes too long."""
     timers: list[threading.Timer] = []
+    received: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         send(number)
+        received.append(number)
         if stop_within_s is not None and not timers:
             timers.append(threading.Timer(stop_within_s, process.kill))
             timers[0].start()
@@ -182,7 +191,7 @@ def _wait(process: subprocess.Popen[bytes], send: Callable[[int], None], stop_wi
     finally:
         for timer in timers:
             timer.cancel()
-    return status if status >= 0 else 128 - status
+    return Ended(status if status >= 0 else 128 - status, interrupted=not ENDING.isdisjoint(received))
 
 
 def _send(control: int, number: int) -> None:

@@ -284,6 +284,9 @@ def _start_engine() -> None:
 
 def _start_registry() -> None:
     folder = state_dir() / "registry"
+    program = state_dir() / "runtime/usr/bin/docker-registry"
+    if not program.exists():
+        raise KitError("there is no registry of our own here", "run ci/bootstrap.sh --yes on Debian, or set REGISTRY")
     port = _free_port(_registry_port() if (folder / "port").exists() else 0)
     write_atomic(folder / "port", f"{port}\n")
     config = f"""version: 0.1
@@ -294,7 +297,6 @@ storage:
 http: {{addr: 127.0.0.1:{port}}}
 """
     write_atomic(folder / "config.yml", config)
-    program = state_dir() / "runtime/usr/bin/docker-registry"
     with complete_step("Start the registry") as step:
         _REGISTRY.start([program, "serve", folder / "config.yml"], {}, lambda: _answers(f"http://127.0.0.1:{port}/v2/"))
         step.note(f"127.0.0.1:{port}")

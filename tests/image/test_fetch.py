@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
+import threading
+from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from kit import fetch
-from kit.bases import read_bases
-from kit.errors import UsageError
+from kit.bases import Archive, Base, read_bases
+from kit.errors import KitError, UsageError
 from kit.fetch import Manifest, fetch_inputs, platform_tags
 from kit.files import sha256_of, write_atomic
 from kit.layout import LOCKFILES, inputs_dir
@@ -45,12 +50,46 @@ def test_an_unknown_profile() -> None:
         inputs_dir("gpu")
 
 
+class TestArchives:
+    @pytest.fixture
+    def base(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Base]:
+        """A base that wants an archive which a server on loopback has."""
+        (tmp_path / "served").mkdir()
+        (tmp_path / "served/etcd.tar.gz").write_bytes(b"archive")
+        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "served"))
+        monkeypatch.setattr(http.server.SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            self.pin(monkeypatch, f"http://127.0.0.1:{server.server_port}/etcd.tar.gz", sha256(b"archive").hexdigest())
+            yield read_bases().cuda
+            server.shutdown()
+
+    def pin(self, monkeypatch: pytest.MonkeyPatch, url: str, digest: str) -> None:
+        archive = Archive(version="1", url=url, amd64=digest, arm64=digest)
+        monkeypatch.setattr(fetch, "read_archives", lambda: {"etcd": archive})
+
+    def test_it_is_brought_and_held_against_its_hash(self, base: Base, tmp_path: Path) -> None:
+        assert fetch._fetch_archives(base, tmp_path / "to") == {"etcd-1.tar.gz": sha256(b"archive").hexdigest()}
+        assert (tmp_path / "to/etcd-1.tar.gz").read_bytes() == b"archive"
+
+    def test_another_content_is_refused(self, base: Base, tmp_path: Path) -> None:
+        (tmp_path / "served/etcd.tar.gz").write_bytes(b"something else")
+        with pytest.raises(KitError, match=r"but lockfiles/archives\.toml pins"):
+            fetch._fetch_archives(base, tmp_path / "to")
+        assert list((tmp_path / "to").iterdir()) == []
+
+    def test_out_of_reach_leaves_it_to_the_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pin(monkeypatch, "http://127.0.0.1:9/etcd.tar.gz", "0" * 64)
+        assert fetch._fetch_archives(read_bases().cuda, tmp_path / "to") == {}
+
+
 class TestReuse:
     @pytest.fixture
     def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         """Complete inputs of the cpu profile, made of nothing."""
         folder = tmp_path / "inputs"
         (folder / "wheels").mkdir(parents=True)
+        (folder / "archives").mkdir()
         (folder / "wheels/a-1-py3-none-any.whl").write_bytes(b"wheel")
         (folder / "base.tar").write_bytes(b"base")
         manifest = Manifest(

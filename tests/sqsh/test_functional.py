@@ -13,7 +13,7 @@ import pytest
 from kit.errors import KitError
 from kit.functional import Counts, count_results
 from kit.record import ImageSection, PushSection, add_section, start_record
-from tests.sqsh.conftest import Kit
+from tests.sqsh.conftest import Kit, refused
 from tests.sqsh.tiny_image import Entry, busybox, folder
 
 JUNIT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"/>\
@@ -25,7 +25,11 @@ echo "$@" "recipe=$RECIPE" > "$FUNCTIONAL_OUT/words"
 mkdir -p "$FUNCTIONAL_OUT/logs"; ls /sys/class/net > "$FUNCTIONAL_OUT/logs/net"
 case "$RECIPE" in
 *silent*) exit 3 ;;
-*slow*) trap 'echo stopped > "$FUNCTIONAL_OUT/words"; exit 130' INT TERM; echo started; while :; do sleep 0.05; done ;;
+*slow*)
+  cd "$FUNCTIONAL_OUT"
+  trap 'echo stopped > words; echo {{}} > report.json; echo "<x/>" > junit.xml; exit 1' INT TERM
+  echo started
+  while :; do sleep 0.05; done ;;
 esac
 echo '{JUNIT}' > "$FUNCTIONAL_OUT/junit.xml"
 echo '{{"release": {{"image": '"$(cat /opt/release/image.json)"'}}}}' > "$FUNCTIONAL_OUT/report.json"
@@ -80,8 +84,8 @@ class TestFunctional:
         assert kit("functional", "--engine", "own").returncode == 0
         before = functional(made)
         finished = kit("functional", "--engine", "own", "silent")
-        assert finished.returncode == 3
-        assert "before its report" in finished.stderr
+        assert finished.returncode == 1
+        assert "error: the suite ended with status 3 before its report" in finished.stderr
         assert functional(made) == before
         assert "recipe=silent" in (made / "functional.incomplete/words").read_text()
         assert kit("verify", "tiny").returncode == 0
@@ -89,15 +93,27 @@ class TestFunctional:
     @pytest.mark.faults
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_interrupted(self, kit: Kit, made: Path, number: signal.Signals) -> None:
+        assert kit("functional", "--engine", "own").returncode == 0
+        before = functional(made)
         process = kit.start("functional", "--engine", "own", "slow")
         assert process.stdout is not None
         assert process.stdout.readline() == "started\n"
         process.send_signal(number)
-        process.communicate(timeout=20)
-        assert process.returncode == 130
+        assert "error: the suite was interrupted: " in process.communicate(timeout=20)[1]
+        assert process.returncode == 1
         assert (made / "functional.incomplete/words").read_text() == "stopped\n"
         assert [path.name for path in made.glob(".*")] == []
-        assert functional(made) is None
+        assert functional(made) == before
+        assert kit("verify", "tiny").returncode == 0
+
+    @pytest.mark.faults
+    def test_second_run_while_one_is_running(self, kit: Kit, made: Path) -> None:
+        process = kit.start("functional", "--engine", "own", "slow")
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        refused(kit("functional", "--engine", "own"), 1, "another 'functional-tiny' is running here", str(process.pid))
+        process.terminate()
+        process.communicate(timeout=20)
 
     @pytest.mark.faults
     def test_another_squashfs_than_the_records_is_not_run(self, kit: Kit, made: Path) -> None:

@@ -1,0 +1,63 @@
+"""Whole runs with real components: what is killed, what breaks, and what must be true afterwards."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from functional.runtime.identity import Attempt, join
+from functional.runtime.paths import functional_home
+from functional.runtime.records import read_records
+from functional.suite.faults import CASES, run_case
+
+RECIPE = functional_home() / "recipes" / "grpo_cpu.yaml"
+EXIT_DEADLINE_S = 60
+TWO_WORKERS = ("cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_model_for_all(tmp_path_factory):
+    os.environ.setdefault("FUNCTIONAL_CACHE", str(tmp_path_factory.mktemp("models")))
+
+
+def run(out, *overrides):
+    command = [sys.executable, "-m", "functional.suite.cli", "run", str(RECIPE), *overrides, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads((out / "report.json").read_text())
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_it_ends_clearly_and_leaves_nothing(name, tmp_path):
+    outcome = run_case(name, RECIPE, tmp_path / "out", [], EXIT_DEADLINE_S)
+    assert outcome.problems == []
+
+
+@pytest.mark.road
+def test_two_workers_under_kv_routing(tmp_path):
+    report = run(tmp_path / "out", *TWO_WORKERS)
+    passed = {check["name"] for check in report["checks"] if check["passed"]}
+    assert {"routing.every_worker_served", "routing.shared_prefix_overlaps", "routing.no_overlap_after_clear"} <= passed
+    assert len(report["topology"]["workers"]) == 2
+    assert all(len(refit["probes"]) == 2 for refit in report["refits"])
+
+
+@pytest.mark.faults
+def test_a_thousand_rollouts_through_a_connection_that_breaks(tmp_path):
+    out = tmp_path / "out"
+    overrides = ["faults.break_connections=0.05", "grpo.num_prompts_per_step=125", "grpo.max_num_steps=1"]
+    report = run(out, *overrides, "policy.generation.dynamo_cfg.request_timeout_s=240")
+    records = read_records(out / "rollouts.jsonl")
+    assert len(records) == 1000
+    assert len({record["request_id"] for record in records}) == 1000
+    assert all(record["accepted"] for record in records)
+    attempts = [Attempt(**json.loads(line)) for line in (out / "requests.jsonl").read_text().splitlines()]
+    retried = [attempt for attempt in attempts if attempt.outcome == "retried"]
+    assert len(retried) >= 20, "the connection hardly broke"
+    assert max(record["attempt"] for record in records) > 1
+    joined = join(attempts, [out / "logs" / "worker-0.log"])
+    assert joined.is_one_to_one
+    assert report["requests"]["logged"] >= 1000
