@@ -18,7 +18,7 @@ VERSION = "get_weight_version"
 UPDATE = "update_weights_from_distributed"
 
 
-class Unsound(BaseException):  # noqa: N818
+class Unsound(BaseException):
     """A request could be admitted by a fleet that is not uniform."""
 
 
