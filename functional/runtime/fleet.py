@@ -93,6 +93,9 @@ class Fleet:
         deadline = began + self.settings.generation.dynamo_cfg.startup_timeout_s
         environment = self._start_control_plane(deadline)
         self.phases["control plane"] = time.monotonic() - began
+        if self.settings.device == "cpu":  # engines that together have more threads than cores wait for each other
+            threads = max(1, (os.cpu_count() or 1) // len(self._placements))
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
         owner_class: Any = WorkerOwner
         for index, placement in enumerate(self._placements):
             options = {"placement_group": placement, "num_gpus": placement.bundle_specs[0]["GPU"]}
@@ -111,7 +114,7 @@ class Fleet:
         deadline = began + self.settings.generation.dynamo_cfg.startup_timeout_s
         ended = self.lost_workers()
         for index, reason in sorted(lost.items()):
-            self._progress(f"replacing worker {index}: {ended.get(index, reason).splitlines()[0][:160]}")
+            self._progress(f"replacing worker {index}: {ended.get(index, reason).split('; last lines')[0]}")
             self.workers[index].control.close()
         restarted = ray.get([self._owners[index].restart.remote() for index in lost])
         for address in restarted:

@@ -25,7 +25,7 @@ from functional.suite.send_faults import SendFault
 SETTINGS = [
     "cluster.gpus_per_node=3",
     "policy.generation.colocated.resources.gpus_per_node=2",
-    "policy.generation.dynamo_cfg.control_timeout_s=10",
+    "policy.generation.dynamo_cfg.control_timeout_s=15",
 ]
 
 
@@ -157,7 +157,7 @@ class FaultSession(Session):
         self._refit(parts, self._nudge(parts))
         replaced = len(parts.instances) - before
         self.checks.add(
-            "worker-killed-generating",
+            "fault.worker-killed-generating",
             again > 0 and same_version and replaced == 1 and not any(c.problem for c in completions),
             f"{len(completions)} completions, {again} of them generated again, {replaced} worker replaced",
         )
@@ -177,7 +177,7 @@ class FaultSession(Session):
         again = sum(1 for completion in completions if completion.attempt > 1)
         replaced = len(parts.instances) - before
         self.checks.add(
-            "all-workers-killed",
+            "fault.all-workers-killed",
             again > 0 and replaced == 2 and parts.refit.version == version and is_open(parts),
             f"{len(completions)} completions, {again} of them generated again, {replaced} workers replaced",
         )
