@@ -5,7 +5,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,20 +108,29 @@ class Fleet:
     def replace(self, lost: Mapping[int, str]) -> list[Worker]:
         """End the lost workers (slot → why it counts as lost), start new ones in their slots; returns all workers.
 
-        Returns when the new membership, and no other, is registered and routed. Raises as `start` does.
+        A worker that dies meanwhile is replaced too, once. Returns when the new membership, and no other, is registered
+        and routed. Raises as `start` does.
         """
         began = time.monotonic()
         deadline = began + self.settings.generation.dynamo_cfg.startup_timeout_s
         ended = self.lost_workers()
         for index, reason in sorted(lost.items()):
             self._progress(f"replacing worker {index}: {ended.get(index, reason).split('; last lines')[0]}")
-            self.workers[index].control.close()
-        restarted = ray.get([self._owners[index].restart.remote() for index in lost])
+        self._restart(lost)
+        try:
+            self._wait_until_serving(began, deadline)
+        except ProcessDiedError:
+            self.check_control_plane()
+            self._restart(self.lost_workers())
+            self._wait_until_serving(began, deadline)
+        return self.workers
+
+    def _restart(self, indices: Iterable[int]) -> None:
+        restarted: list[WorkerAddress] = ray.get([self._owners[index].restart.remote() for index in indices])
         for address in restarted:
+            self.workers[address.index].control.close()
             self._addresses[address.index] = address
             self.ports.given += address.ports
-        self._wait_until_serving(began, deadline)
-        return self.workers
 
     def _start_control_plane(self, deadline: float) -> dict[str, str]:
         settings, take = self.settings, self.ports.take

@@ -222,7 +222,9 @@ class FleetRefit:
         seconds = time.monotonic() - began
         new = {worker.index: worker.instance_id for worker in self.workers}
         result.replaced += [
-            Replacement(index, why, old[index], new[index], seconds) for index, why in sorted(lost.items())
+            Replacement(index, lost.get(index, "died while another was replaced"), old[index], instance, seconds)
+            for index, instance in new.items()
+            if instance != old[index]
         ]
 
     def _drain(self, result: RefitResult) -> None:

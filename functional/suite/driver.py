@@ -240,7 +240,8 @@ class Session:
 
         def replace_lost(lost: Mapping[int, str]) -> list[Worker]:
             workers = fleet.replace(lost)
-            instances.extend(workers[index] for index in lost)
+            known = {worker.instance_id for worker in instances}
+            instances.extend(worker for worker in workers if worker.instance_id not in known)
             self._name_processes(fleet.pids())
             return workers
 
