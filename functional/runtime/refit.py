@@ -143,19 +143,23 @@ class FleetRefit:
     def stale_is_refused(self, version: int) -> str:
         """Control of the proof: ask a worker that was not updated to prove the source's weights of `version`.
 
-        Returns the worker's refusal. Raises RefitError if it accepts, which would make every proof worthless.
+        Returns the refusal of the first worker that answers. Raises RefitError if it accepts, which would make every
+        proof worthless, or if none answers.
         """
-        worker = self.workers[0]
         self._source.select(version)
-        try:
-            self._rpc(worker, "prove_weights", expected=self._source.expected_proof(), allow_unpaused=True)
-        except RunError as refusal:
-            if REFUSED not in str(refusal):
-                raise
-            return str(refusal)
-        raise RefitError(
-            f"worker {worker.index} accepted a proof of weights it was never sent: the proof proves nothing"
-        )
+        expected, silent = self._source.expected_proof(), []
+        for worker in self.workers:
+            try:
+                self._rpc(worker, "prove_weights", expected=expected, allow_unpaused=True)
+            except RunError as refusal:
+                if REFUSED in str(refusal):
+                    return str(refusal)
+                silent.append(str(refusal))  # a dead worker refuses nothing
+            else:
+                raise RefitError(
+                    f"worker {worker.index} accepted a proof of weights it was never sent: the proof proves nothing"
+                )
+        raise RefitError(f"no worker could be asked: {'; '.join(silent)}")
 
     def _begin(self, version: int, result: RefitResult) -> None:
         self._machine.version, self._machine.attempt = version, 1

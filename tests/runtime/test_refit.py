@@ -136,6 +136,11 @@ def test_a_stale_worker_must_refuse_and_a_dead_one_is_no_refusal():
     assert "weights not proved" in world.refit.stale_is_refused(1)
     with pytest.raises(RefitError, match="the proof proves nothing"):
         world.refit.stale_is_refused(0)
+    world.engines[0].end = "killed"
+    assert "worker 1" in world.refit.stale_is_refused(1)
+    world.engines[1].end = "killed"
+    with pytest.raises(RefitError, match="no worker could be asked"):
+        world.refit.stale_is_refused(1)
 
 
 @pytest.mark.parametrize(("workers", "ranks"), list(itertools.product([1, 2, 3, 8], [1, 2, 4, 8])))
