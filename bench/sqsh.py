@@ -266,7 +266,8 @@ def table(rows: list[Row], about: dict[str, Any]) -> str:
         "",
         f"One image: {about['layers'] / gb:.2f} GB of gzip layers, {about['unpacked'] / gb:.2f} GB unpacked, "
         f"{about['entries']} entries; {about['processors']} processors, Linux {about['kernel']}, "
-        f"Python {about['python']}. Layers in the page cache, outputs synced, zstd level 1, blocks of 128 kB. Load: the machine's before the run, "
+        f"Python {about['python']}. "
+        "Layers in the page cache, outputs synced, zstd level 1, blocks of 128 kB. Load: the machine's before the run, "
         "others' work included; where it is above 1, CPU time compares better than wall time.",
         "",
         "| way | wall s | CPU s | peak memory MB | peak extra disk GB | size GB | load |",

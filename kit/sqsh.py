@@ -15,7 +15,7 @@ from kit.layout import Release, only_run, release, state_dir
 from kit.record import SqshSection, add_section, read_record
 from kit.steps import complete_step, say, size_text
 from sqsh import errors
-from sqsh.convert import IMAGE_JSON, Options, Result, convert, stated
+from sqsh.convert import IMAGE_JSON, Options, Result, convert, stated, versions
 from sqsh.image import Image, find_image
 
 __all__ = ["IMAGE_JSON", "make_sqsh"]
@@ -62,7 +62,9 @@ def _image_of(made: Release, source: str) -> Image:
 def _current(made: Release, image: Image, options: Options) -> SqshSection | None:
     """The record's section, if it speaks of what would be made now and the file there is still that one."""
     section = read_record(made.record).sqsh if made.record.exists() else None
-    if section is None or section.source_digest != image.digest or section.options != stated(options):
+    if section is None or section.source_digest != image.digest:
+        return None
+    if section.options != stated(options) or section.tools != versions(options):
         return None
     if not made.sqsh.exists() or made.sqsh.stat().st_size != section.size or sha256_of(made.sqsh) != section.sha256:
         return None

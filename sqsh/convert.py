@@ -97,7 +97,7 @@ def convert(source: str | Image, out: Path, options: Options | None = None) -> R
         layers_copied=copied,
         seconds=time.monotonic() - started,
         options=stated(options),
-        versions={"sqsh": __version__, "compressor": compressor.version},
+        versions=versions(options),
     )
 
 
@@ -110,6 +110,14 @@ def stated(options: Options) -> dict[str, str]:
     if options.plain:
         words["plain"] = "yes"
     return words
+
+
+def versions(options: Options) -> dict[str, str]:
+    """What the bytes depend on beside the image and the options."""
+    return {
+        "sqsh": __version__,
+        "compressor": Compressor(options.compressor, options.level, options.block_size).version,
+    }
 
 
 def _convert(image: Image, out: Path, options: Options, compressor: Compressor, look: bool) -> tuple[Written, int]:

@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 
 from functional.runtime.errors import RolloutError
-from functional.runtime.fleet import SERVED_MODEL
 from functional.runtime.identity import Attempt, Outcome, RequestJournal
+from functional.runtime.worker_args import SERVED_MODEL
 
 RETRIED_STATUS = frozenset({408, 429, *range(500, 600)})
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 4.0
@@ -33,6 +33,7 @@ class Sampling:
     max_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
 
 
@@ -84,6 +85,11 @@ class AdmissionGate:
             self._inside -= 1
             self._condition.notify_all()
 
+    def shut(self) -> None:
+        """Let nobody in any more; whoever is inside stays."""
+        with self._condition:
+            self._open = False
+
     def close_and_drain(self, timeout_s: float) -> None:
         """Shut the gate and wait for the rollouts inside. Raises RolloutError at the deadline; the gate stays shut."""
         with self._condition:
@@ -122,21 +128,41 @@ class RolloutClient:
         """One completion per prompt, in order. Raises RolloutError on the first request that cannot be answered."""
         limit = asyncio.Semaphore(self._concurrency)
         async with self._http() as http:
+            return list(await asyncio.gather(*(self._rollout(http, limit, prompt, sampling) for prompt in prompts)))
 
-            async def one(prompt: Sequence[int]) -> Completion:
-                async with limit:
-                    self._gate.enter()
-                    try:
-                        return await self._complete(http, prompt, sampling, None, "rollout")
-                    finally:
-                        self._gate.leave()
+    async def complete_each(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, given_up: asyncio.Event
+    ) -> list[Completion | RolloutError]:
+        """As `complete_all`, but a request that cannot be answered gives its error in its place, and ends no other.
 
-            return list(await asyncio.gather(*map(one, prompts)))
+        Once `given_up` is set, what is still under way is lost.
+        """
+        limit = asyncio.Semaphore(self._concurrency)
+        async with self._http() as http:
+            tasks = [asyncio.ensure_future(self._rollout(http, limit, prompt, sampling)) for prompt in prompts]
+            giving_up = asyncio.ensure_future(given_up.wait())
+            try:
+                while not given_up.is_set() and (left := [task for task in tasks if not task.done()]):
+                    await asyncio.wait([giving_up, *left], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (*tasks, giving_up):
+                    task.cancel()
+            return [outcome(found) for found in await asyncio.gather(*tasks, return_exceptions=True)]
 
     async def complete_on(self, instance_id: int, prompt: Sequence[int], sampling: Sampling) -> Completion:
         """One completion by the named worker, past the gate: for probes while rollouts are shut out."""
         async with self._http() as http:
             return await self._complete(http, prompt, sampling, instance_id, "probe")
+
+    async def _rollout(
+        self, http: httpx.AsyncClient, limit: asyncio.Semaphore, prompt: Sequence[int], sampling: Sampling
+    ) -> Completion:
+        async with limit:
+            self._gate.enter()
+            try:
+                return await self._complete(http, prompt, sampling, None, "rollout")
+            finally:
+                self._gate.leave()
 
     def _http(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=self._concurrency)
@@ -211,6 +237,15 @@ class RolloutClient:
             )
 
 
+def outcome(found: Completion | BaseException) -> Completion | RolloutError:
+    """A completion, or why there is none; raises what is no failure of a request."""
+    if isinstance(found, asyncio.CancelledError):
+        return RolloutError("given up while under way")
+    if isinstance(found, Completion | RolloutError):
+        return found
+    raise found
+
+
 @dataclass(frozen=True)
 class _Sent:
     """An attempt under way."""
@@ -244,6 +279,8 @@ def request_body(prompt: Sequence[int], sampling: Sampling, instance_id: int | N
         body["ignore_eos"] = True
     if sampling.stop_token_ids:
         body["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.stop_strings:
+        body["stop"] = list(sampling.stop_strings)
     return body
 
 

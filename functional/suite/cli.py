@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from functional.runtime import guard
-from functional.runtime.config import load_recipe
 from functional.runtime.errors import RunError
 from functional.suite.cluster import ray_environment
 
@@ -50,19 +49,16 @@ def run(
 def config(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; a refused recipe too.")] = False,
+    ask_engine: Annotated[bool, typer.Option("--engine", help="Ask the engine's own parser too (10 s).")] = False,
 ) -> None:
-    """Validate a recipe and show what it resolves to.
+    """Validate a recipe; show what becomes of each engine option, and what the recipe resolves to.
 
-    Example: functional config recipes/grpo_cpu.yaml policy.optimizer.lr=1e-4
+    Example: functional config recipes/grpo_cpu.yaml policy.generation.vllm_kwargs.max_num_seqs=16
     """
-    resolved = load_recipe(recipe, overrides).model_dump(mode="json")
-    if as_json:
-        typer.echo(json.dumps(resolved, indent=2))
-    else:
-        from omegaconf import OmegaConf
+    from functional.suite.show_config import show_config
 
-        typer.echo(OmegaConf.to_yaml(OmegaConf.create(resolved)), nl=False)
+    raise typer.Exit(show_config(recipe, overrides or [], as_json, ask_engine))
 
 
 @app.command()
@@ -84,6 +80,22 @@ def fault(
     outcome = run_case(case, recipe, out.resolve(), overrides or [], deadline_s)
     typer.echo(outcome_json(outcome))
     raise typer.Exit(1 if outcome.problems else 0)
+
+
+@app.command("refit-faults")
+def refit_faults(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for the report, records and logs.")] = Path("functional-faults"),
+    only: Annotated[str, typer.Option(help="Names of cases, with commas; all if empty.")] = "",
+) -> None:
+    """Updates under faults, on one fleet of two workers: sends, clears, workers and at last the trainer.
+
+    Example: functional refit-faults recipes/grpo_cpu.yaml --only lying-sends,clear-ignored --out /tmp/faults
+    """
+    run_dir = tempfile.mkdtemp(prefix="rl", dir="/tmp")
+    words = [str(recipe), str(out.resolve()), run_dir, only, *(overrides or [])]
+    raise typer.Exit(run_guarded([sys.executable, "-m", "functional.suite.refit_faults", *words], run_dir))
 
 
 @app.command("make-model")
