@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import zstandard
@@ -53,6 +54,17 @@ class Cache:
         self._folder = folder
         self._limit = limit
         self._compressor = compressor
+        self._handles: dict[tuple[int, int], int] = {}
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles.clear()
 
     def find(self, digest: str) -> Found | None:
         path = self._path(digest)
@@ -92,18 +104,21 @@ class Cache:
         return self._folder / f"{key[:32]}{SUFFIX}"
 
     def _earlier(self, index: dict[str, Any]) -> Earlier | None:
-        """The output that an index speaks of, opened, if it is still the same. It stays open to the process's end."""
+        """The output that an index speaks of, open as long as this is, if it is still the same."""
         path, device, inode, size, changed = index["output"]
+        same = (device, inode, size, changed)
         fragments = {int(number): Fragment(*words) for number, words in index["fragments"].items()}
         try:
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
         status = os.fstat(handle)
-        if (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) != (device, inode, size, changed):
+        known = self._handles.setdefault((status.st_dev, status.st_ino), handle)
+        if known != handle:
             os.close(handle)
+        if (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) != same:
             return None
-        return Earlier(handle, self._compressor, fragments)
+        return Earlier(known, self._compressor, fragments)
 
     def _write(self, path: Path, raw: bytes) -> None:
         handle, name = tempfile.mkstemp(dir=self._folder, prefix=".", suffix=SUFFIX)

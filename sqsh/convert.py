@@ -122,9 +122,10 @@ def versions(options: Options) -> dict[str, str]:
 
 def _convert(image: Image, out: Path, options: Options, compressor: Compressor, look: bool) -> tuple[Written, int]:
     config = parse_config(image.config)
-    cache = Cache(options.cache, options.cache_size, compressor) if options.cache is not None else None
+    no_cache = contextlib.nullcontext()
+    own_cache = Cache(options.cache, options.cache_size, compressor) if options.cache is not None else no_cache
     threads = options.processors or len(os.sched_getaffinity(0))
-    with _output(out) as (handle, finish):
+    with own_cache as cache, _output(out) as (handle, finish):
         with DataArea(handle, data_start(compressor), compressor, options.block_size, threads) as area:
             layers = Layers(image, area, options, cache if look else None)
             root = final_tree(layers, image, config, options)
