@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-cache", action="store_true", help="neither use nor write the cache")
     add("--max-size", type=_size, default=Limits.bytes, metavar="BYTES", help="what a layer may unpack to (1T)")
     add("--max-ratio", type=int, default=Limits.ratio, help="of a large layer's unpacked to its packed size (400)")
-    add("--max-entries", type=int, default=Limits.entries, help="in a layer (10 million)")
+    add("--max-entries", type=int, default=Limits.entries, help="in a layer (4 million)")
     add("--verify", action="store_true", help="read the result back and hold it against the layers, entry by entry")
     add("--json", action="store_true", help="print the result as JSON")
     add("--quiet", action="store_true", help="say nothing but errors")

@@ -69,7 +69,11 @@ def registry_image(text: str, platform: str) -> Image:
 class RegistryStore(Store):
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
-        scheme = "http" if LOOPBACK.fullmatch(reference.host) else "https"
+        local = LOOPBACK.fullmatch(reference.host)
+        scheme = "http" if local else "https"
+        # A proxy of the site's knows nothing of this machine's own registry.
+        proxies = urllib.request.ProxyHandler({} if local else None)
+        self._opener = urllib.request.build_opener(proxies)
         self._base = f"{scheme}://{reference.host}/v2/{reference.repository}"
         self._authorization = ""
 
@@ -101,7 +105,7 @@ class RegistryStore(Store):
                 # Not sent on to where the registry may point us: blobs often lie on another host.
                 request.add_unredirected_header("Authorization", self._authorization)
             try:
-                answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)
+                answer: http.client.HTTPResponse = self._opener.open(request, timeout=TIMEOUT_S)
                 return answer
             except urllib.error.HTTPError as error:
                 if error.code == 401 and attempt == 1:
@@ -130,7 +134,7 @@ class RegistryStore(Store):
         if basic:
             request.add_unredirected_header("Authorization", basic)
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
                 body = json.loads(answer.read(MAX_JSON))
             return f"Bearer {body.get('token') or body['access_token']}"
         except (OSError, ValueError, KeyError, AttributeError) as error:

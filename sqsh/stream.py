@@ -40,7 +40,7 @@ class Limits:
     bytes: int = 1 << 40
     ratio: int = 400  # unpacked to packed, once `ratio_from` bytes are unpacked
     ratio_from: int = 4 << 30
-    entries: int = 10_000_000
+    entries: int = 4_000_000
 
 
 @dataclass(frozen=True)
