@@ -119,7 +119,7 @@ def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, e
                 _buildx(docker, [*options, f"--output=type=oci,tar=false,{_HOW},dest={part}"], epoch, log)
             if docker.own and lean:
                 run(docker.argv("builder", "prune", "--all", "--force"), env=docker.env)
-            step.moved(tree_size(part))
+            step.note(size_text(tree_size(part)))
         shutil.rmtree(earlier, ignore_errors=True)
         if target.oci.exists():
             target.oci.rename(earlier)

@@ -15,6 +15,14 @@ class ControlError(RunError):
     """A worker refused a control call or did not answer in time."""
 
 
+class WorkerLostError(ControlError):
+    """A worker missed the deadline of a call: it counts as dead, for the route may hang for good."""
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
+
+
 class WorkerControl:
     """One worker's control server. Every call has a deadline; a timeout says which route hung."""
 
@@ -24,14 +32,15 @@ class WorkerControl:
         self._client = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
 
     def call(self, route: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> dict[str, Any]:
-        """Post `body` to `/engine/<route>` and return the answer. Raises ControlError on any answer but ok."""
+        """Post `body` to `/engine/<route>` and return the answer. Raises WorkerLostError when none comes
+        in time, ControlError on any other failure."""
         what = f"worker {self.index}: {route}" + (f" ({body['engine_rpc']})" if body and "engine_rpc" in body else "")
         try:
             options = {} if timeout_s is None else {"timeout": timeout_s}
             response = self._client.post(f"/engine/{route}", json=body or {}, **options)  # type: ignore[arg-type]
             answer = response.json()
         except httpx.TimeoutException as error:
-            raise ControlError(f"{what}: no answer within the deadline") from error
+            raise WorkerLostError(self.index, f"{what}: no answer within the deadline") from error
         except (httpx.HTTPError, ValueError) as error:
             raise ControlError(f"{what}: {type(error).__name__}: {error}") from error
         if response.status_code != 200 or not isinstance(answer, dict) or answer.get("status") != "ok":

@@ -5,6 +5,10 @@ class RunError(Exception):
     """A run cannot go on; the message says what, where and what to do."""
 
 
+class InterruptedRunError(RunError):
+    """The run was told to stop."""
+
+
 class ConfigError(RunError):
     """A recipe is wrong; the message names the key path and the value."""
 

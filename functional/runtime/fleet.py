@@ -1,9 +1,10 @@
 """The managed fleet of one run: etcd, NATS JetStream, the frontend, and `dynamo.vllm` workers owned by Ray actors."""
 
 import contextlib
+import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ class Fleet:
         self._progress = progress
         self._processes: list[ManagedProcess] = []
         self._owners: list[Any] = []
+        self._addresses: list[WorkerAddress] = []
         self._frontend: FrontendControl | None = None
 
     @property
@@ -94,14 +96,44 @@ class Fleet:
         deadline = began + self.settings.generation.dynamo_cfg.startup_timeout_s
         environment = self._start_control_plane(deadline)
         self.phases["control plane"] = time.monotonic() - began
+        if self.settings.device == "cpu":  # engines that together have more threads than cores wait for each other
+            threads = max(1, (os.cpu_count() or 1) // len(self._placements))
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
         owner_class: Any = WorkerOwner
         for index, placement in enumerate(self._placements):
             options = {"placement_group": placement, "num_gpus": placement.bundle_specs[0]["GPU"]}
             self._owners.append(owner_class.options(**options).remote(self.settings, environment, index))
-        addresses: list[WorkerAddress] = ray.get([owner.start.remote() for owner in self._owners])
-        self.ports.given += [port for address in addresses for port in address.ports]
+        self._addresses = ray.get([owner.start.remote() for owner in self._owners])
+        self.ports.given += [port for address in self._addresses for port in address.ports]
         self.phases["workers launched"] = time.monotonic() - began
-        self._wait_until_serving(addresses, began, deadline)
+        self._wait_until_serving(began, deadline)
+
+    def replace(self, lost: Mapping[int, str]) -> list[Worker]:
+        """End the lost workers (slot → why it counts as lost), start new ones in their slots; returns all workers.
+
+        A worker that dies meanwhile is replaced too, once. Returns when the new membership, and no other, is registered
+        and routed. Raises as `start` does.
+        """
+        began = time.monotonic()
+        deadline = began + self.settings.generation.dynamo_cfg.startup_timeout_s
+        ended = self.lost_workers()
+        for index, reason in sorted(lost.items()):
+            self._progress(f"replacing worker {index}: {ended.get(index, reason).split('; last lines')[0]}")
+        self._restart(lost)
+        try:
+            self._wait_until_serving(began, deadline)
+        except ProcessDiedError:
+            self.check_control_plane()
+            self._restart(self.lost_workers())
+            self._wait_until_serving(began, deadline)
+        return self.workers
+
+    def _restart(self, indices: Iterable[int]) -> None:
+        restarted: list[WorkerAddress] = ray.get([self._owners[index].restart.remote() for index in indices])
+        for address in restarted:
+            self.workers[address.index].control.close()
+            self._addresses[address.index] = address
+            self.ports.given += address.ports
 
     def _start_control_plane(self, deadline: float) -> dict[str, str]:
         settings, take = self.settings, self.ports.take
@@ -169,10 +201,13 @@ class Fleet:
                 raise RunError(f"{what} did not listen before dynamo_cfg.startup_timeout_s ran out")
             time.sleep(0.02)
 
-    def _wait_until_serving(self, addresses: list[WorkerAddress], began: float, deadline: float) -> None:
+    def _wait_until_serving(self, began: float, deadline: float) -> None:
         control_timeout = self.settings.generation.dynamo_cfg.control_timeout_s
-        controls = [WorkerControl(a.index, a.control_url, control_timeout) for a in addresses]
-        expected = {address.request_plane for address in addresses}
+        known = {worker.control.url: worker.control for worker in self.workers}
+        controls = [
+            known.get(a.control_url) or WorkerControl(a.index, a.control_url, control_timeout) for a in self._addresses
+        ]
+        expected = {address.request_plane for address in self._addresses}
         conditions: dict[str, Callable[[], bool]] = {
             "engines ready": lambda: all(control.is_ready() for control in controls),
             "generate registered": lambda: set(self.frontend.instances("generate")) == expected,
@@ -192,20 +227,29 @@ class Fleet:
             self._progress(f"{what} after {self.phases[what]:.1f} s")
         ids = self.frontend.instances("generate")
         self.workers = [
-            Worker(a.index, ids[a.request_plane], control) for a, control in zip(addresses, controls, strict=True)
+            Worker(a.index, ids[a.request_plane], control) for a, control in zip(self._addresses, controls, strict=True)
         ]
 
     def check(self) -> None:
         """Raise ProcessDiedError for the first process of the fleet that has ended."""
+        self.check_control_plane()
+        for problem in self.lost_workers().values():
+            raise ProcessDiedError(problem)
+
+    def check_control_plane(self) -> None:
+        """Raise ProcessDiedError when etcd, NATS or the frontend has ended: nothing replaces these."""
         for process in self._processes:
             process.check()
-        if self._owners:
-            try:
-                problems = ray.get([owner.problem.remote() for owner in self._owners], timeout=20)
-            except ray.exceptions.RayError as error:
-                raise ProcessDiedError(f"a worker's owner is gone: {' '.join(str(error).split())[:300]}") from error
-            for problem in filter(None, problems):
-                raise ProcessDiedError(problem)
+
+    def lost_workers(self) -> dict[int, str]:
+        """Slot → last words, of the workers that have ended. Raises ProcessDiedError when an owner is gone."""
+        if not self._owners:
+            return {}
+        try:
+            problems = ray.get([owner.problem.remote() for owner in self._owners], timeout=20)
+        except ray.exceptions.RayError as error:
+            raise ProcessDiedError(f"a worker's owner is gone: {' '.join(str(error).split())[:300]}") from error
+        return {index: problem for index, problem in enumerate(problems) if problem is not None}
 
     def check_membership(self) -> None:
         """Raise RunError unless exactly the workers of start-up are registered at `generate` and `rl`."""
@@ -255,11 +299,18 @@ class WorkerOwner:
         self.environment = environment
         self.index = index
         self._process: ManagedProcess | None = None
+        self._ports = PortRange(settings.address)
+
+    def restart(self) -> WorkerAddress:
+        """End whatever is left of the worker at once, and launch a new one, on ports that no worker here had before."""
+        if self._process is not None:
+            self._process.kill()
+        return self.start()
 
     def start(self) -> WorkerAddress:
         """Launch the worker and return where it will serve."""
-        settings = self.settings
-        ports = PortRange(settings.address)
+        settings, ports = self.settings, self._ports
+        ports.given = []
         rpc, stream, system, engine = ports.take(), ports.take(), ports.take(), ports.take(4)
         environment = (
             settings.generation.vllm_cfg.env_vars
@@ -271,6 +322,7 @@ class WorkerOwner:
                 "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": str(settings.generation.dynamo_cfg.control_timeout_s + 15),
                 "VLLM_PORT": str(engine),
                 "VLLM_HOST_IP": settings.address,
+                "VLLM_RPC_BASE_PATH": str(settings.run_dir),  # a killed worker leaves its sockets there
                 "VLLM_RENDEZVOUS_DIR": str(settings.run_dir),
                 "VLLM_NO_USAGE_STATS": "1",
                 "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",  # by the time it is told to stop, nothing is under way

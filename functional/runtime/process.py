@@ -1,5 +1,6 @@
 """Managed processes: each under a guard, in its own process group, with its own log file."""
 
+import contextlib
 import os
 import re
 import signal
@@ -60,6 +61,13 @@ class ManagedProcess:
         if status is not None:
             end = describe_status(status)
             raise ProcessDiedError(f"{self.name} {end}; last lines of {self.log}:\n{tail(self.log)}")
+
+    def kill(self) -> None:
+        """End the process and everything below it by SIGKILL, which a stopped process (SIGSTOP) heeds too."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.stop()
 
     def stop(self) -> None:
         """End the process and everything below it; returns when nothing is left. May be called again."""

@@ -1,91 +1,47 @@
-"""One policy update of a whole fleet: every worker moves to the new version and proves it, or admission stays shut.
+"""One policy update of a whole fleet: every worker moves to the new version and proves it, or goes back and proves it.
 
-    shut admission, drain → warm the probe → pause and clear → (form the group) → reset, start → update ∥ send → finish
-    → prove on the worker → clear again → set version → resume → probe → reopen
+    admission shut, rollouts drained → probe warmed, workers paused, caches cleared → group formed, tensors sent →
+    proved on each worker → cleared again → version set and read back → resumed → probed → admission open
 
-A failure at any point raises RefitError and leaves the gate shut.
+A failure anywhere leads to recovery: lost workers are replaced, the group is formed anew, the version is tried again;
+after `attempts` failures the fleet goes back to the version before. Admission stays shut all the while, and for good
+when that fails too. docs/refit.md has the states as a diagram and the interface for a trainer.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from functional.runtime.errors import RefitError, RunError
+from functional.runtime.control import ControlError, WorkerLostError
+from functional.runtime.errors import InterruptedRunError, RefitError, RunError
 from functional.runtime.fleet import Worker
+from functional.runtime.refit_machine import Event, RefitMachine, State, Transition
+from functional.runtime.refit_parts import (
+    Probe,
+    ProbeScore,
+    ProbeVerdict,
+    RefitResult,
+    Replace,
+    Replacement,
+    SourceLostError,
+    WeightSource,
+)
 from functional.runtime.rollout import AdmissionGate, Completion
 
+__all__ = ["FleetRefit", "ProbeScore", "RefitResult", "SourceLostError", "WeightSource"]
+
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ProbeScore:
-    """The trainer's log-probs of a probe's tokens, nats, one each: under this version, and the one before (if any)."""
-
-    current: list[float]
-    previous: list[float] | None
-
-
-class WeightSource(Protocol):
-    """The trainer's side of an update; an implementation may sit in another process."""
-
-    def listen(self, address: str) -> int:
-        """Drop any old transfer group, bind a rendezvous on `address` and return its port."""
-
-    def connect(self, address: str, port: int, world_size: int) -> None:
-        """Join the transfer group as rank 0; returns when all have joined."""
-
-    def update_info(self) -> dict[str, Any]:
-        """Names, dtypes, shapes and packing of what `send` sends, as the engine's update call takes them."""
-
-    def expected_proof(self) -> dict[str, Any]:
-        """What each engine must hold afterwards: engine parameter name → dtype, shape, sha256."""
-
-    def send(self) -> None:
-        """Send every tensor of the current policy. Has its own deadline."""
-
-    def abort(self, reason: str) -> None:
-        """Make a blocked `connect` or `send` of another thread raise."""
-
-    def score(self, completion: Completion) -> ProbeScore:
-        """Log-probs of the completion's tokens under the policy being sent, and under the one before."""
-
-
-class Probe(Protocol):
-    """Completes a fixed prompt on one worker, past the admission gate. Its prompt spans more than one cache block."""
-
-    def __call__(self, worker: Worker) -> Completion: ...
-
-
-@dataclass(frozen=True)
-class ProbeVerdict:
-    """Mean |engine − trainer| log-prob over a probe's tokens, nats; `previous` is None for a first version."""
-
-    worker: int
-    current: float
-    previous: float | None
-    cached_before: int
-    cached_after: int
-
-
-@dataclass
-class RefitResult:
-    """What an update did. `phases`: seconds by name; `probes`: one verdict a worker."""
-
-    version: int
-    bytes_sent: int
-    tensors: int
-    proved: int
-    phases: dict[str, float] = field(default_factory=dict)
-    probes: list[ProbeVerdict] = field(default_factory=list)
-    total_s: float = 0.0
+GRACE_S = 10.0
+"""How much longer than the engine's own deadline a control call waits before its worker counts as dead."""
+ROLL_CALL_S = 10.0
+REFUSED = "weights not proved"
+"""How `functional.engine.proof.refuse` begins."""
 
 
 class FleetRefit:
-    """Moves a fixed fleet from one policy version to the next. `noise`: how far, in nats, a probe may lie from the
-    trainer's log-probs; `on_step` hears the version and each step's name as it begins."""
+    """Moves a fleet from one policy version to the next. Constructing it shuts admission: nothing is proved yet."""
 
     def __init__(
         self,
@@ -97,41 +53,197 @@ class FleetRefit:
         address: str,
         timeout_s: float,
         noise: float,
+        attempts: int = 3,
+        replace: Replace | None = None,
+        ranks_per_worker: int = 1,
         on_step: Callable[[int, str], None] = lambda version, name: None,
+        on_transition: Callable[[Transition], None] = lambda transition: None,
+        pool: Executor | None = None,
     ) -> None:
-        self._workers = workers
+        """address: of this machine, for the transfer's rendezvous; timeout_s: the engine-side deadline of each wait.
+
+        noise: how far, in nats, a probe may lie from the trainer's log-probs; attempts: tries of one version;
+        ranks_per_worker: tensor × pipeline parallel size of an engine; on_step hears the version being brought about
+        and each step's name as it begins; pool runs the calls to the workers (a thread each, if not given).
+        """
+        self.workers = list(workers)
+        self.version: int | None = None
         self._source = source
         self._gate = gate
         self._probe = probe
         self._address = address
         self._timeout_s = timeout_s
         self._noise = noise
+        self._attempts = attempts
+        self._replace = replace
+        self._ranks_per_worker = ranks_per_worker
         self._on_step = on_step
+        self._pool = pool or ThreadPoolExecutor(max_workers=len(workers) + 1, thread_name_prefix="refit")
+        self._machine = RefitMachine(gate, on_transition)
         self._grouped = False
-        self.version = "initial"
-        self._pool = ThreadPoolExecutor(max_workers=len(workers) + 1, thread_name_prefix="refit")
+        self._lost: dict[int, str] = {}
+        self._warmed: dict[int, int] = {}  # instance → cached tokens its probe had before the clear
+        self._actions: dict[State, Callable[[RefitResult], None]] = {
+            State.DRAINING: self._drain,
+            State.PAUSING: self._pause,
+            State.SENDING: self._send,
+            State.PROVING: self._prove,
+            State.CLEARING: self._clear,
+            State.COMMITTING: self._commit,
+            State.RESUMING: self._resume,
+            State.PROBING: self._judge_probes,
+        }
+
+    @property
+    def state(self) -> State:
+        return self._machine.state
+
+    @property
+    def log(self) -> list[Transition]:
+        """Every transition since the start."""
+        return self._machine.log
 
     def update(self, version: int) -> RefitResult:
-        """Bring every worker to `version` and reopen admission. Raises RefitError; the gate then stays shut."""
-        began = time.monotonic()
+        """Bring every worker to `version`, or back to the version before; either way proved, and admission open.
+
+        With the version the fleet already has, its weights are sent and proved again: that is how a fleet takes in a
+        replacement. Raises RefitError when neither succeeds; admission then stays shut, and no update is possible.
+        """
+        began, first = time.monotonic(), len(self.log)
+        result = RefitResult(version)
+        plan = [version] * self._attempts
+        if self.version is not None and self.version != version:
+            plan.append(self.version)
         try:
-            result = self._update(version)
+            self._begin(version, result)
+            self._carry_out(plan, result)
         except RunError as error:
-            self._grouped = False
-            raise RefitError(f"update to policy version {version} failed: {error}") from error
-        result.total_s = time.monotonic() - began
+            what = "" if self.version is None else f"; the workers' last proved version was {self.version}"
+            raise RefitError(f"update to policy version {version} failed: {error}{what}") from error
+        finally:
+            result.total_s = time.monotonic() - began
+            result.transitions = self.log[first:]
         return result
 
-    def _update(self, version: int) -> RefitResult:
-        info, proof = self._source.update_info(), self._source.expected_proof()
-        result = RefitResult(version, info["total_bytes"], len(info["names"]), len(proof))
-        info = {key: value for key, value in info.items() if key != "total_bytes"}
+    def find_lost(self) -> dict[int, str]:
+        """Roll call: slot → why, of the workers that do not answer that their engine is alive."""
+
+        def ask(worker: Worker) -> str | None:
+            if worker.index in self._lost:
+                return self._lost[worker.index]
+            try:
+                worker.control.call("liveness_probe", timeout_s=ROLL_CALL_S)
+            except ControlError as error:
+                return str(error)
+            return None
+
+        answers = self._on_all(ask)
+        return {worker.index: why for worker, why in zip(self.workers, answers, strict=True) if why is not None}
+
+    def stale_is_refused(self, version: int) -> str:
+        """Control of the proof: ask a worker that was not updated to prove the source's weights of `version`.
+
+        Returns the refusal of the first worker that answers. Raises RefitError if it accepts, which would make every
+        proof worthless, or if none answers.
+        """
+        self._source.select(version)
+        expected, silent = self._source.expected_proof(), []
+        for worker in self.workers:
+            try:
+                self._rpc(worker, "prove_weights", expected=expected, allow_unpaused=True)
+            except RunError as refusal:
+                if REFUSED in str(refusal):
+                    return str(refusal)
+                silent.append(str(refusal))  # a dead worker refuses nothing
+            else:
+                raise RefitError(
+                    f"worker {worker.index} accepted a proof of weights it was never sent: the proof proves nothing"
+                )
+        raise RefitError(f"no worker could be asked: {'; '.join(silent)}")
+
+    def _begin(self, version: int, result: RefitResult) -> None:
+        self._machine.version, self._machine.attempt = version, 1
+        lost = self.find_lost() if self.state in (State.UNPROVED, State.SERVING) else {}
+        if not lost:
+            self._machine.fire(Event.BEGIN, f"update to version {version}")
+            return
+        self._machine.fire(Event.FAILED, "; ".join(lost.values()))
+        self._recover(lost, result)
+
+    def _carry_out(self, plan: list[int], result: RefitResult) -> None:
+        """Try the planned versions one after the other until one is reached."""
+        for number, version in enumerate(plan, 1):
+            result.attempts = self._machine.attempt = number
+            self._machine.version = version
+            try:
+                self._attempt(version, result)
+            except InterruptedRunError:
+                raise
+            except SourceLostError as error:
+                self._machine.fire(Event.FAILED, str(error))
+                self._machine.fire(Event.GIVE_UP, "the sender of the weights is lost")
+                raise
+            except Exception as error:
+                self._machine.fire(Event.FAILED, one_line(error))
+                if number == len(plan):
+                    self._machine.fire(Event.GIVE_UP, f"{number} attempts failed, the last: {one_line(error)}")
+                    raise RefitError(f"{number} attempts failed, the last: {one_line(error)}") from error
+                self._recover(self.find_lost(), result, plan[number])
+            else:
+                return
+
+    def _attempt(self, version: int, result: RefitResult) -> None:
+        result.phases.clear()
+        result.probes.clear()
+        self._source.select(version)
+        while self.state is not State.SERVING:
+            self._actions[self.state](result)
+            if self.state is State.PROBING:
+                self.version = result.version = version
+                self._warmed.clear()
+            self._machine.fire(Event.DONE)
+
+    def _recover(self, lost: Mapping[int, str], result: RefitResult, following: int | None = None) -> None:
+        """Replace the lost workers and forget the group; the machine stands ready for the next attempt, or stopped."""
+        self._grouped = False
+        self._lost.clear()
+        try:
+            if lost:
+                self._replace_lost(lost, result)
+        except RunError as error:
+            self._machine.fire(Event.GIVE_UP, one_line(error))
+            raise
+        done = [f"worker {index} replaced" for index in sorted(lost)]
+        if following is not None:
+            done.append(f"version {following} next")
+        self._machine.fire(Event.DONE, ", ".join(done))
+
+    def _replace_lost(self, lost: Mapping[int, str], result: RefitResult) -> None:
+        if self._replace is None:
+            raise RefitError(f"{'; '.join(lost.values())}; nothing here can replace a worker")
+        began, old = time.monotonic(), {worker.index: worker.instance_id for worker in self.workers}
+        self.workers = self._replace(lost)
+        seconds = time.monotonic() - began
+        new = {worker.index: worker.instance_id for worker in self.workers}
+        result.replaced += [
+            Replacement(index, lost.get(index, "died while another was replaced"), old[index], instance, seconds)
+            for index, instance in new.items()
+            if instance != old[index]
+        ]
+
+    def _drain(self, result: RefitResult) -> None:
         with self._step("drain", result):
             self._gate.close_and_drain(self._timeout_s)
+
+    def _pause(self, result: RefitResult) -> None:
         with self._step("warm probe", result):
-            cached_before = self._on_all(self._warm)
+            self._on_all(self._warm)
         with self._step("pause", result):
             self._on_all(lambda w: w.control.call("pause_generation", {"mode": "wait", "clear_cache": True}))
+
+    def _send(self, result: RefitResult) -> None:
+        info = self._source.update_info()
+        result.bytes_sent, result.tensors = info.pop("total_bytes"), len(info["names"])
         if not self._grouped:
             with self._step("form group", result):
                 self._form_group()
@@ -142,112 +254,109 @@ class FleetRefit:
             self._transfer(info)
         with self._step("finish", result):
             self._on_all(lambda w: self._rpc(w, "finish_weight_update"))
+
+    def _prove(self, result: RefitResult) -> None:
         with self._step("prove", result):
+            proof = self._source.expected_proof()
             self._on_all(lambda w: self._rpc(w, "prove_weights", expected=proof))
+            result.proved = len(proof)
+
+    def _clear(self, result: RefitResult) -> None:
         with self._step("clear", result):
             self._on_all(lambda w: w.control.call("flush_cache"))
+
+    def _commit(self, result: RefitResult) -> None:
+        label = str(self._machine.version)
         with self._step("commit", result):
-            self._on_all(lambda w: w.control.update("commit_version", str(version)))
-            self.version = str(version)
-            self._on_all(self._check_version)
+            self._on_all(lambda w: w.control.update("commit_version", label))
+            self._on_all(lambda w: check_label(w, label))
+
+    def _resume(self, result: RefitResult) -> None:
         with self._step("resume", result):
             self._on_all(lambda w: w.control.call("resume_generation"))
+
+    def _judge_probes(self, result: RefitResult) -> None:
         with self._step("probe", result):
-            result.probes = [
-                self._judge(worker, before, self._probe(worker))
-                for worker, before in zip(self._workers, cached_before, strict=True)
-            ]
-        self._gate.reopen()
-        return result
-
-    def stale_is_refused(self) -> str:
-        """Control of the proof: ask a worker that was not updated to prove the trainer's weights.
-
-        Returns the worker's refusal. Raises RefitError if it accepts, which would make every proof worthless.
-        """
-        worker = self._workers[0]
-        try:
-            self._rpc(worker, "prove_weights", expected=self._source.expected_proof(), allow_unpaused=True)
-        except RunError as refusal:
-            return str(refusal)
-        raise RefitError(
-            f"worker {worker.index} accepted a proof of weights it was never sent: the proof proves nothing"
-        )
+            completions = self._on_all(self._probe)
+            result.probes += [self._judge(*pair) for pair in zip(self.workers, completions, strict=True)]
 
     @contextmanager
     def _step(self, name: str, result: RefitResult) -> Iterator[None]:
-        self._on_step(result.version, name)
+        self._on_step(self._machine.version or 0, name)
         began = time.monotonic()
         yield
         result.phases[name] = time.monotonic() - began
 
     def _on_all(self, action: Callable[[Worker], T]) -> list[T]:
-        """Run `action` on every worker at once; raises the first failure after all have ended."""
-        futures = [self._pool.submit(action, worker) for worker in self._workers]
+        """Run `action` on every worker at once; raises the first failure after all have ended, and notes the lost."""
+        futures = [self._pool.submit(action, worker) for worker in self.workers]
         errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in errors:
+            if isinstance(error, WorkerLostError):
+                self._lost[error.index] = str(error)
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
 
     def _rpc(self, worker: Worker, method: str, **arguments: Any) -> None:
-        worker.control.update(method, self.version, **arguments)
+        """Run a method of the worker's extension under the version label it has: only the commit changes that."""
+        label = "unproved" if self.version is None else str(self.version)
+        worker.control.update(method, label, **arguments)
 
-    def _warm(self, worker: Worker) -> int:
-        """Make the probe's prompt hit the worker's prefix cache, so that a later miss shows the clear."""
+    def _warm(self, worker: Worker) -> None:
+        """Make the probe's prompt hit the worker's prefix cache, so that a later miss shows the clear.
+
+        A worker that is paused since an earlier attempt was warmed then.
+        """
+        if worker.instance_id in self._warmed:
+            return
         self._probe(worker)
         cached = self._probe(worker).cached_tokens
         if cached == 0:
             raise RefitError(
                 f"worker {worker.index}: a repeated probe did not hit the prefix cache; a clear would be unseen"
             )
-        return cached
+        self._warmed[worker.instance_id] = cached
 
     def _form_group(self) -> None:
         port = self._source.listen(self._address)
-        world_size = 1 + len(self._workers)
+        world_size, offsets = rank_geometry(len(self.workers), self._ranks_per_worker)
+        offset_of = dict(zip((worker.index for worker in self.workers), offsets, strict=True))
         joined = self._pool.submit(self._source.connect, self._address, port, world_size)
-        self._with_workers(
-            joined,
-            lambda w: w.control.call(
-                "init_weights_update_group",
-                {
-                    "engine_rpc": "init_weight_transfer_engine",
-                    "init_info": {
-                        "master_address": self._address,
-                        "master_port": port,
-                        "rank_offset": 1 + self._workers.index(w),
-                        "world_size": world_size,
-                        "timeout_s": self._timeout_s,
-                    },
-                },
-                self._timeout_s + 20,
-            ),
-        )
+
+        def join(worker: Worker) -> None:
+            init_info = {
+                "master_address": self._address,
+                "master_port": port,
+                "rank_offset": offset_of[worker.index],
+                "world_size": world_size,
+                "timeout_s": self._timeout_s,
+            }
+            body = {"engine_rpc": "init_weight_transfer_engine", "init_info": init_info}
+            worker.control.call("init_weights_update_group", body, self._timeout_s + GRACE_S)
+
+        self._with_workers(joined, join)
         self._grouped = True
 
     def _transfer(self, info: dict[str, Any]) -> None:
         sent = self._pool.submit(self._source.send)
         update_info = {**info, "timeout_s": self._timeout_s}
         self._with_workers(
-            sent, lambda w: self._rpc(w, "update_weights", update_info=update_info, timeout_s=self._timeout_s + 20)
+            sent, lambda w: self._rpc(w, "update_weights", update_info=update_info, timeout_s=self._timeout_s + GRACE_S)
         )
 
-    def _with_workers(self, own: Any, action: Callable[[Worker], Any]) -> None:
+    def _with_workers(self, own: "Future[None]", action: Callable[[Worker], None]) -> None:
         """Run `action` on every worker beside the trainer's own part; a failed side ends the other's wait."""
         try:
             self._on_all(action)
         except RunError as error:
             self._source.abort(str(error))
-            own.exception()
+            if isinstance(cause := own.exception(), SourceLostError):
+                raise cause from error
             raise
         own.result()
 
-    def _check_version(self, worker: Worker) -> None:
-        found = worker.control.call("get_weight_version").get("version")
-        if found != self.version:
-            raise RefitError(f"worker {worker.index} reports version {found!r}, expected {self.version!r}")
-
-    def _judge(self, worker: Worker, cached_before: int, completion: Completion) -> ProbeVerdict:
+    def _judge(self, worker: Worker, completion: Completion) -> ProbeVerdict:
         if completion.problem:
             raise RefitError(f"worker {worker.index}: probe after the update: {completion.problem}")
         if completion.cached_tokens:
@@ -265,12 +374,31 @@ class FleetRefit:
             )
         if previous is not None and previous <= current:
             raise RefitError(
-                f"worker {worker.index}: the probe fits the old version ({previous:.4f} nats) no worse than the new "
+                f"worker {worker.index}: the probe fits the other version ({previous:.4f} nats) no worse than the new "
                 f"one ({current:.4f} nats)"
             )
-        return ProbeVerdict(worker.index, current, previous, cached_before, completion.cached_tokens)
+        before = self._warmed[worker.instance_id]
+        return ProbeVerdict(worker.index, current, previous, before, completion.cached_tokens)
+
+
+def rank_geometry(num_workers: int, ranks_per_worker: int) -> tuple[int, list[int]]:
+    """World size and each worker's rank offset in a transfer group: the sender is rank 0, engines follow in order."""
+    return 1 + num_workers * ranks_per_worker, [1 + index * ranks_per_worker for index in range(num_workers)]
+
+
+def check_label(worker: Worker, label: str) -> None:
+    """Raise RefitError unless the worker says that it has this version."""
+    found = worker.control.call("get_weight_version").get("version")
+    if found != label:
+        raise RefitError(f"worker {worker.index} reports version {found!r}, expected {label!r}")
 
 
 def mean_difference(a: list[float] | tuple[float, ...], b: list[float]) -> float:
     """Mean |a − b| over tokens, nats."""
     return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text without line breaks; an error that is none of ours is named."""
+    text = " ".join(str(error).split())[:400]
+    return text if isinstance(error, RunError) else f"{type(error).__name__}: {text}"

@@ -85,6 +85,11 @@ class AdmissionGate:
             self._inside -= 1
             self._condition.notify_all()
 
+    def shut(self) -> None:
+        """Let nobody in any more; whoever is inside stays."""
+        with self._condition:
+            self._open = False
+
     def close_and_drain(self, timeout_s: float) -> None:
         """Shut the gate and wait for the rollouts inside. Raises RolloutError at the deadline; the gate stays shut."""
         with self._condition:
@@ -123,21 +128,41 @@ class RolloutClient:
         """One completion per prompt, in order. Raises RolloutError on the first request that cannot be answered."""
         limit = asyncio.Semaphore(self._concurrency)
         async with self._http() as http:
+            return list(await asyncio.gather(*(self._rollout(http, limit, prompt, sampling) for prompt in prompts)))
 
-            async def one(prompt: Sequence[int]) -> Completion:
-                async with limit:
-                    self._gate.enter()
-                    try:
-                        return await self._complete(http, prompt, sampling, None, "rollout")
-                    finally:
-                        self._gate.leave()
+    async def complete_each(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, given_up: asyncio.Event
+    ) -> list[Completion | RolloutError]:
+        """As `complete_all`, but a request that cannot be answered gives its error in its place, and ends no other.
 
-            return list(await asyncio.gather(*map(one, prompts)))
+        Once `given_up` is set, what is still under way is lost.
+        """
+        limit = asyncio.Semaphore(self._concurrency)
+        async with self._http() as http:
+            tasks = [asyncio.ensure_future(self._rollout(http, limit, prompt, sampling)) for prompt in prompts]
+            giving_up = asyncio.ensure_future(given_up.wait())
+            try:
+                while not given_up.is_set() and (left := [task for task in tasks if not task.done()]):
+                    await asyncio.wait([giving_up, *left], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (*tasks, giving_up):
+                    task.cancel()
+            return [outcome(found) for found in await asyncio.gather(*tasks, return_exceptions=True)]
 
     async def complete_on(self, instance_id: int, prompt: Sequence[int], sampling: Sampling) -> Completion:
         """One completion by the named worker, past the gate: for probes while rollouts are shut out."""
         async with self._http() as http:
             return await self._complete(http, prompt, sampling, instance_id, "probe")
+
+    async def _rollout(
+        self, http: httpx.AsyncClient, limit: asyncio.Semaphore, prompt: Sequence[int], sampling: Sampling
+    ) -> Completion:
+        async with limit:
+            self._gate.enter()
+            try:
+                return await self._complete(http, prompt, sampling, None, "rollout")
+            finally:
+                self._gate.leave()
 
     def _http(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=self._concurrency)
@@ -210,6 +235,15 @@ class RolloutClient:
                 f"prompt of {len(prompt)} tokens plus max_tokens {sampling.max_tokens} exceeds the context of "
                 f"{self._max_model_len} (policy.generation.vllm_cfg.max_model_len)"
             )
+
+
+def outcome(found: Completion | BaseException) -> Completion | RolloutError:
+    """A completion, or why there is none; raises what is no failure of a request."""
+    if isinstance(found, asyncio.CancelledError):
+        return RolloutError("given up while under way")
+    if isinstance(found, Completion | RolloutError):
+        return found
+    raise found
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,22 @@ def fault(
     raise typer.Exit(1 if outcome.problems else 0)
 
 
+@app.command("refit-faults")
+def refit_faults(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for the report, records and logs.")] = Path("functional-faults"),
+    only: Annotated[str, typer.Option(help="Names of cases, with commas; all if empty.")] = "",
+) -> None:
+    """Updates under faults, on one fleet of two workers: sends, clears, workers and at last the trainer.
+
+    Example: functional refit-faults recipes/grpo_cpu.yaml --only lying-sends,clear-ignored --out /tmp/faults
+    """
+    run_dir = tempfile.mkdtemp(prefix="rl", dir="/tmp")
+    words = [str(recipe), str(out.resolve()), run_dir, only, *(overrides or [])]
+    raise typer.Exit(run_guarded([sys.executable, "-m", "functional.suite.refit_faults", *words], run_dir))
+
+
 @app.command("make-model")
 def make_model_command(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],

@@ -3,26 +3,35 @@
 import copy
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from functional.runtime.config import Recipe
 from functional.runtime.errors import RefitError
-from functional.runtime.proof import expected_proof
-from functional.runtime.refit import ProbeScore
+from functional.runtime.refit_parts import ProbeScore, SourceLostError
 from functional.runtime.rollout import Completion
-from functional.runtime.sender import Sender, make_sender, update_info
+from functional.runtime.weights import NamedTensors
 from functional.runtime.worker_args import SHARED_GPU
 from functional.suite.grpo import LossConfig
 from functional.suite.policy import Policy, Sample, collate
+from functional.suite.send_faults import FaultyWeights, SendFault
 
+NUDGE = 0.05
+"""Noise of `Trainer.nudge`, in standard deviations of the tensor it is added to."""
 TRANSPORT = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Weights before a step, in host memory: what a failed update goes back to."""
+
+    version: int
+    weights: dict[str, torch.Tensor]
 
 
 @ray.remote(num_cpus=0, num_gpus=1, max_restarts=0, max_concurrency=4)
@@ -31,16 +40,12 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, model_dir: Path) -> None:
         policy, generation = recipe.policy, recipe.policy.generation
-        self._device = recipe.cluster.device
-        self._faults = recipe.faults
-        self._sends = 0
         if recipe.cluster.share_gpu:
             os.environ.update(SHARED_GPU)
-        self._timeout_s = generation.dynamo_cfg.control_timeout_s
         self._loss = LossConfig(**recipe.loss_fn.model_dump())
         self._policy = Policy(
             model_dir,
-            self._device,
+            recipe.cluster.device,
             lr=policy.optimizer.lr,
             optimizer=policy.optimizer.name,
             weight_decay=policy.optimizer.weight_decay,
@@ -50,116 +55,136 @@ class Trainer:
             keep_reference=recipe.loss_fn.reference_policy_kl_penalty > 0,
             seed=recipe.grpo.seed,
         )
-        self._previous: dict[str, torch.Tensor] | None = None
-        self._sender: Sender | None = None
+        self._version = 0
+        self._snapshot: Snapshot | None = None
+        self._origin: dict[str, torch.Tensor] = {}
+        self._weights = FaultyWeights(
+            self._tensors,
+            self._score,
+            self._policy.config,
+            transport=TRANSPORT[recipe.cluster.device],
+            device=self._policy.device,
+            timeout_s=generation.dynamo_cfg.control_timeout_s,
+        )
+        if recipe.faults.pause_send_version is not None:
+            self._weights.fault = SendFault(
+                "pause", recipe.faults.pause_send_after, recipe.faults.pause_send_version, recipe.faults.pause_send_s
+            )
 
     def ready(self) -> int:
         """Number of parameters; answers once the model is loaded."""
         return sum(tensor.numel() for _, tensor in self._policy.named_tensors())
 
-    def train(self, samples: list[Sample]) -> dict[str, float]:
-        """One optimizer step; the weights before it stay as the previous version."""
-        self._previous = self._policy.snapshot()
-        return self._policy.train_step(collate(samples), self._loss)
+    def train(self, samples: list[Sample], version: int) -> dict[str, float]:
+        """One optimizer step, which makes `version`; the weights before it are kept on the host."""
+        figures = self._keep_snapshot(version)
+        return self._policy.train_step(collate(samples), self._loss) | figures
 
-    def score(self, sample: Sample) -> ProbeScore:
-        """Log-probs of one sample under the current and the previous weights."""
-        return ProbeScore(self._logprobs(sample), self._previous_logprobs(sample))
+    def go_back(self, version: int) -> None:
+        """Undo the last step. Raises RefitError unless the snapshot is of `version`."""
+        if self._snapshot is None or self._snapshot.version != version:
+            raise RefitError(f"no snapshot of policy version {version}")
+        self._policy.restore(self._snapshot.weights)
+        self._version, self._snapshot = version, None
 
-    def _logprobs(self, sample: Sample) -> list[float]:
-        scored: list[float] = self._policy.logprobs(collate([sample]))[0].tolist()
-        return scored
+    def nudge(self, version: int) -> None:
+        """Make `version` without samples, of the first weights and noise: for fault tests, which need a difference."""
+        self._keep_snapshot(version)
+        self._origin = self._origin or self._policy.snapshot()
+        generator = torch.Generator().manual_seed(version)
+        moved = {}
+        for name, tensor in self._origin.items():
+            host = tensor.float()
+            moved[name] = host + NUDGE * host.std() * torch.randn(host.shape, generator=generator)
+        self._policy.restore(moved)
 
-    def _previous_logprobs(self, sample: Sample) -> list[float] | None:
-        if self._previous is None:
-            return None
-        policy = copy.copy(self._policy)
-        policy.model = copy.deepcopy(self._policy.model)
+    def set_fault(self, fault: SendFault | None) -> None:
+        """What goes wrong in the sends to come."""
+        self._weights.fault = fault
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def weights(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the weight source."""
+        return getattr(self._weights, method)(*arguments)
+
+    def _keep_snapshot(self, version: int) -> dict[str, float]:
+        began = time.monotonic()
+        self._snapshot = Snapshot(self._version, self._policy.snapshot())
+        seconds = time.monotonic() - began
+        self._version = version
+        size = sum(tensor.numel() * tensor.element_size() for tensor in self._snapshot.weights.values())
+        return {"snapshot_s": seconds, "snapshot_bytes": float(size)}
+
+    def _tensors(self, version: int) -> NamedTensors:
+        if version == self._version:
+            return self._policy.named_tensors()
+        if self._snapshot is not None and version == self._snapshot.version:
+            return iter(self._snapshot.weights.items())
+        raise RefitError(f"the trainer holds no weights of policy version {version}")
+
+    def _score(self, version: int, completion: Completion) -> ProbeScore:
+        sample = Sample(completion.prompt_token_ids, completion.token_ids, completion.logprobs)
+        current = self._logprobs(self._policy, sample)
+        if self._snapshot is None:
+            return ProbeScore(current, None)
+        before = copy.copy(self._policy)
+        before.model = copy.deepcopy(self._policy.model)
         with torch.no_grad():
-            for name, parameter in policy.model.named_parameters():
-                parameter.copy_(self._previous[name])
+            for name, parameter in before.model.named_parameters():
+                parameter.copy_(self._snapshot.weights[name])
+        previous = self._logprobs(before, sample)
+        return ProbeScore(current, previous) if version == self._version else ProbeScore(previous, current)
+
+    def _logprobs(self, policy: Policy, sample: Sample) -> list[float]:
         scored: list[float] = policy.logprobs(collate([sample]))[0].tolist()
         return scored
 
-    def update_info(self) -> dict[str, Any]:
-        tensors = list(self._policy.named_tensors())
-        return update_info(tensors) | {"total_bytes": sum(t.numel() * t.element_size() for _, t in tensors)}
-
-    def expected_proof(self) -> dict[str, Any]:
-        return expected_proof(self._policy.named_tensors(), self._policy.config)
-
-    def listen(self, address: str) -> int:
-        if self._sender is not None:
-            self._sender.close()
-        self._sender = make_sender(TRANSPORT[self._device], self._policy.device, self._timeout_s)
-        return self._sender.listen(address)
-
-    def connect(self, address: str, port: int, world_size: int) -> None:
-        self._connected().connect(address, port, world_size)
-
-    def send(self) -> dict[str, float]:
-        info = update_info(self._policy.named_tensors())
-        return asdict(self._connected().send(self._named(), info=info))
-
-    def abort(self, reason: str) -> None:
-        if self._sender is not None:
-            self._sender.abort(reason)
-
-    def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
-
-    def _connected(self) -> Sender:
-        if self._sender is None:
-            raise RefitError("trainer: no transfer group, call listen first")
-        return self._sender
-
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        version, self._sends = self._sends, self._sends + 1
-        for index, named in enumerate(self._policy.named_tensors()):
-            if version == self._faults.pause_send_version and index == self._faults.pause_send_after:
-                time.sleep(self._faults.pause_send_s)
-            yield named
-
 
 class RemoteWeights:
-    """A `WeightSource` whose every call runs in the trainer actor; its failures become RefitError."""
+    """A `WeightSource` whose every call runs in the trainer actor; its failures become RefitError, its end
+    SourceLostError."""
 
     def __init__(self, trainer: Any, timeout_s: float) -> None:
         self._trainer = trainer
         self._timeout_s = timeout_s + 30  # the actor's own deadlines come first
 
+    def select(self, version: int) -> None:
+        self._ask("select", version)
+
     def listen(self, address: str) -> int:
-        port: int = self._ask(self._trainer.listen.remote(address))
+        port: int = self._ask("listen", address)
         return port
 
     def connect(self, address: str, port: int, world_size: int) -> None:
-        self._ask(self._trainer.connect.remote(address, port, world_size))
+        self._ask("connect", address, port, world_size)
 
     def update_info(self) -> dict[str, Any]:
-        info: dict[str, Any] = self._ask(self._trainer.update_info.remote())
+        info: dict[str, Any] = self._ask("update_info")
         return info
 
     def expected_proof(self) -> dict[str, Any]:
-        proof: dict[str, Any] = self._ask(self._trainer.expected_proof.remote())
+        proof: dict[str, Any] = self._ask("expected_proof")
         return proof
 
     def send(self) -> None:
-        self._ask(self._trainer.send.remote())
+        self._ask("send")
 
     def abort(self, reason: str) -> None:
-        self._ask(self._trainer.abort.remote(reason))
+        self._ask("abort", reason)
 
     def score(self, completion: Completion) -> ProbeScore:
-        sample = Sample(completion.prompt_token_ids, completion.token_ids, completion.logprobs)
-        score: ProbeScore = self._ask(self._trainer.score.remote(sample))
+        score: ProbeScore = self._ask("score", completion)
         return score
 
-    def _ask(self, reference: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any) -> Any:
         try:
-            return ray.get(reference, timeout=self._timeout_s)
+            return ray.get(self._trainer.weights.remote(method, *arguments), timeout=self._timeout_s)
         except RayTaskError as error:
             cause = error.cause or error
             raise RefitError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}") from error
+        except RayActorError as error:
+            raise SourceLostError(f"trainer: its process is gone ({type(error).__name__})") from error
         except RayError as error:
-            raise RefitError(f"trainer: {' '.join(str(error).split())[:300]}") from error
+            raise RefitError(f"trainer: {method}: {' '.join(str(error).split())[:300]}") from error

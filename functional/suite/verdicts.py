@@ -14,6 +14,7 @@ from functional.runtime.fleet import Fleet, Worker
 from functional.runtime.identity import Attempt, join
 from functional.runtime.ports import FIRST, LAST
 from functional.runtime.refit import FleetRefit, RefitResult
+from functional.runtime.refit_machine import Event
 from functional.runtime.rollout import Completion
 from functional.runtime.telemetry import Telemetry
 from functional.suite.checks import Checklist
@@ -143,14 +144,23 @@ def check_stale_refused(checks: Checklist, step: int, refit: FleetRefit) -> None
     """The proof's control: before the update, the worker must fail to prove the trainer's new weights."""
     name = f"step{step}.stale_weights_refused"
     try:
-        checks.add(name, True, refit.stale_is_refused()[:300])
+        checks.add(name, True, refit.stale_is_refused(step)[:300])
     except RunError as accepted:
         checks.add(name, False, str(accepted))
 
 
-def check_refit(checks: Checklist, result: RefitResult, fleet: Fleet, cleared_before: float) -> None:
-    """Weights proved, cache clear seen, probe at the new version and not at the old."""
-    name = f"refit{result.version}"
+def check_refit(checks: Checklist, name: str, result: RefitResult, fleet: Fleet, cleared_before: float) -> None:
+    """The version reached, weights proved, cache clear seen, probe at the new version and not at the old."""
+    failures = [t.reason for t in result.transitions if t.event is Event.FAILED]
+    checks.add(
+        f"{name}.version_reached",
+        result.reached,
+        f"version {result.version} in {result.total_s:.2f} s, {result.attempts} attempt(s), "
+        f"{len(result.replaced)} worker(s) replaced" + "".join(f"; {reason}" for reason in failures)[:600],
+        asked=result.asked,
+        version=result.version,
+        attempts=result.attempts,
+    )
     checks.add(
         f"{name}.weights_proved",
         result.proved > 0,
@@ -223,11 +233,11 @@ def check_overlap(checks: Checklist, warm: Completion, cleared: Completion) -> N
     )
 
 
-def check_telemetry(checks: Checklist, telemetry: Telemetry) -> None:
-    """Metrics of workers and frontend were read, without a failure."""
+def check_telemetry(checks: Checklist, telemetry: Telemetry, replaced: int) -> None:
+    """Metrics of workers and frontend were read, without a failure but while a lost worker was not yet replaced."""
     checks.add(
         "telemetry.polled",
-        telemetry.polls > 0 and telemetry.failed_polls == 0,
+        telemetry.polls > 0 and (telemetry.failed_polls == 0 or replaced > 0),
         f"{telemetry.polls} polls of every worker and the frontend, {telemetry.failed_polls} failed",
     )
 

@@ -1,0 +1,286 @@
+"""Refit under faults: one fleet of two real workers, one case after the other, each with the end it must come to.
+
+Sends that fail or lie, clears that do not clear, workers killed and stopped, and at last the trainer killed.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from functional.runtime.control import ControlError, WorkerControl
+from functional.runtime.errors import RefitError, RolloutError
+from functional.runtime.refit import RefitResult
+from functional.runtime.refit_machine import Event, State, Transition
+from functional.suite import driver
+from functional.suite.driver import Parts, Session, watched
+from functional.suite.send_faults import SendFault
+
+SETTINGS = [
+    "cluster.gpus_per_node=3",
+    "policy.generation.colocated.resources.gpus_per_node=2",
+    "policy.generation.dynamo_cfg.control_timeout_s=15",
+]
+
+
+@dataclass(frozen=True)
+class Strike:
+    """Send `signum` to `pids`, `delay_s` after the run comes to `moment` (the name of an event)."""
+
+    moment: str
+    pids: list[int]
+    signum: int
+    delay_s: float
+
+
+class UnclearedControl(WorkerControl):
+    """A worker's control whose clears do not happen: `refused` once, or always answered with ok (`ignored`)."""
+
+    def __init__(self, control: WorkerControl, timeout_s: float, clears: Literal["refused", "ignored"]) -> None:
+        super().__init__(control.index, control.url, timeout_s)
+        self.clears = clears
+        self.refusals = 0
+
+    def call(self, route: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> dict[str, Any]:
+        if self.clears == "ignored" and route == "pause_generation":
+            return super().call(route, {**(body or {}), "clear_cache": False}, timeout_s)
+        if self.clears == "ignored" and route == "flush_cache":
+            return {"status": "ok"}
+        if route == "flush_cache" and self.refusals == 0:
+            self.refusals += 1
+            raise ControlError(f"worker {self.index}: flush_cache: injected refusal")
+        return super().call(route, body, timeout_s)
+
+
+class FaultSession(Session):
+    """A run whose steps are fault cases. Those at the end of the list leave less of the fleet than they found."""
+
+    only: tuple[str, ...] = ()
+
+    def _train(self, parts: Parts) -> None:
+        self._strike: Strike | None = None
+        self._version = 0
+        self.report["fault_cases"] = []
+        self._refit(parts, 0)
+        cases: dict[str, Callable[[Parts], Parts | None]] = {
+            "failing-n-times": self._failing_n_times,
+            "failing-sends": self._failing_sends,
+            "lying-sends": self._lying_sends,
+            "clear-refused": self._clear_refused,
+            "clear-ignored": self._clear_ignored,
+            "worker-killed-generating": self._worker_killed_generating,
+            "worker-killed-mid-transfer": self._worker_killed_mid_transfer,
+            "worker-stopped-mid-transfer": self._worker_stopped_mid_transfer,
+            "all-workers-killed": self._all_workers_killed,
+            "trainer-killed-mid-transfer": self._trainer_killed,
+        }
+        for name, case in cases.items():
+            if self.only and name not in self.only:
+                continue
+            self.say(f"— {name}")
+            began = time.monotonic()
+            parts = case(parts) or parts
+            self.report["fault_cases"].append({"case": name, "seconds": time.monotonic() - began})
+
+    def event(self, name: str, **details: str) -> None:
+        super().event(name, **details)
+        strike = getattr(self, "_strike", None)
+        if strike is not None and name == strike.moment:
+            self._strike = None
+            threading.Thread(target=hit, args=(strike,), daemon=True).start()
+
+    def _failing_n_times(self, parts: Parts) -> None:
+        """v+1 fails as often as it is tried: back at v, proved; the next step succeeds."""
+        attempts = self.recipe.policy.generation.dynamo_cfg.update_attempts
+        before = parts.refit.version
+        version = self._nudge(parts, SendFault("fail", 3, times=attempts))
+        result = parts.refit.update(version)
+        self._judge(
+            "failing-n-times.back",
+            result.version == before and result.attempts == attempts + 1 and result.proved > 0 and is_open(parts),
+            result,
+        )
+        watched(parts.fleet, parts.trainer.go_back.remote(before))
+        self._version += 1
+        self._step(parts, self._version)
+        self._judge("failing-n-times.next", (after := self._refit(parts, self._version)).attempts == 1, after)
+
+    def _failing_sends(self, parts: Parts) -> None:
+        """A send that fails after some tensors leaves a reload half begun; the next attempt proves every byte."""
+        last = len(self._names(parts)) - 1
+        for after in (0, 1, last // 2, last):
+            version = self._nudge(parts, SendFault("fail", after))
+            result = self._refit(parts, version)
+            self._judge(f"failing-send-{after}", failed_in(result) == [State.SENDING], result)
+
+    def _lying_sends(self, parts: Parts) -> None:
+        """Tensors swapped, a bit flipped, a tensor skipped, one sent twice: the proof refuses each."""
+        names = self._names(parts)
+        norm = next(index for index, name in enumerate(names) if name.endswith("input_layernorm.weight"))
+        faults = [SendFault("swap"), SendFault("flip", 2), SendFault("skip", norm), SendFault("twice", norm)]
+        for fault in faults:
+            version = self._nudge(parts, fault)
+            result = self._refit(parts, version)
+            refused = [t.reason for t in result.transitions if t.event is Event.FAILED]
+            proper = failed_in(result) == [State.PROVING] and "weights not proved" in refused[0]
+            self._judge(f"lying-send-{fault.kind}", proper, result)
+
+    def _clear_refused(self, parts: Parts) -> None:
+        """A clear that fails keeps admission shut until one has been seen."""
+        self._uncleared(parts, "refused")
+        result = self._refit(parts, self._nudge(parts))
+        self._judge("clear-refused", failed_in(result) == [State.CLEARING], result)
+        parts.refit.workers[1] = parts.fleet.workers[1]
+
+    def _clear_ignored(self, parts: Parts) -> Parts:
+        """A clear that is only said to have happened is not believed: the update stops, admission stays shut."""
+        self._uncleared(parts, "ignored")
+        reason = self._stops(parts, self._nudge(parts))
+        self._judge_stop("clear-ignored", parts, "the cache was not cleared" in reason, reason)
+        parts = replace(parts, refit=parts.new_refit())  # the fleet itself is sound
+        result = self._refit(parts, self._nudge(parts))
+        self._judge("clear-ignored.fleet_sound", result.attempts == 1 and is_open(parts), result)
+        return parts
+
+    def _worker_killed_generating(self, parts: Parts) -> None:
+        """What was lost with the worker is generated again at the same version; the worker is replaced."""
+        version, before = parts.refit.version, len(parts.instances)
+        completions = self._generate_under_strike(parts, "worker-killed-generating", ["worker-0"])
+        again = sum(1 for completion in completions if completion.attempt > 1)
+        same_version = parts.refit.version == version
+        self._refit(parts, self._nudge(parts))
+        replaced = len(parts.instances) - before
+        self.checks.add(
+            "fault.worker-killed-generating",
+            again > 0 and same_version and replaced == 1 and not any(c.problem for c in completions),
+            f"{len(completions)} completions, {again} of them generated again, {replaced} worker replaced",
+        )
+
+    def _worker_killed_mid_transfer(self, parts: Parts) -> None:
+        """Replaced in its slot, group formed anew, the same version reached."""
+        self._hit_transfer(parts, "worker-killed-mid-transfer", "worker-0", signal.SIGKILL)
+
+    def _worker_stopped_mid_transfer(self, parts: Parts) -> None:
+        """A worker whose transfer hangs past the deadline counts as dead."""
+        self._hit_transfer(parts, "worker-stopped-mid-transfer", "worker-1", signal.SIGSTOP)
+
+    def _all_workers_killed(self, parts: Parts) -> None:
+        """No worker left: all are replaced, their samples generated again, at the same version."""
+        version, before = parts.refit.version, len(parts.instances)
+        completions = self._generate_under_strike(parts, "all-workers-killed", ["worker-0", "worker-1"])
+        again = sum(1 for completion in completions if completion.attempt > 1)
+        replaced = len(parts.instances) - before
+        self.checks.add(
+            "fault.all-workers-killed",
+            again > 0 and replaced == 2 and parts.refit.version == version and is_open(parts),
+            f"{len(completions)} completions, {again} of them generated again, {replaced} workers replaced",
+        )
+
+    def _trainer_killed(self, parts: Parts) -> None:
+        """No weights to send any more: the run stops with that reason, admission shut."""
+        pid = watched(parts.fleet, parts.trainer.pid.remote())
+        version = self._nudge(parts, SendFault("pause", 3))
+        self._strike = Strike(f"refit {version}: transfer", [pid], signal.SIGKILL, 0.5)
+        began = time.monotonic()
+        reason = self._stops(parts, version)
+        self.say(f"stopped {time.monotonic() - began:.1f} s after the update began: {reason}")
+        self._judge_stop("trainer-killed-mid-transfer", parts, "its process is gone" in reason, reason)
+
+    def _hit_transfer(self, parts: Parts, name: str, victim: str, signum: int) -> None:
+        version = self._nudge(parts, SendFault("pause", 3, pause_s=1.5))
+        self._strike = Strike(f"refit {version}: transfer", parts.fleet.pids()[victim], signum, 0.5)
+        result = self._refit(parts, version)
+        proper = failed_in(result) == [State.SENDING] and [f"worker-{r.worker}" for r in result.replaced] == [victim]
+        self._judge(name, proper, result)
+
+    def _generate_under_strike(self, parts: Parts, name: str, victims: list[str]) -> list[Any]:
+        pids = [pid for victim in victims for pid in parts.fleet.pids()[victim]]
+        self._strike = Strike(f"{name}: generating", pids, signal.SIGKILL, 0.3)
+        prompts = [prompt.token_ids for prompt in parts.task.prompts(1) for _ in range(8)]
+        long = replace(parts, sampling=replace(parts.sampling, max_tokens=96, ignore_eos=True))
+        self.event(f"{name}: generating")
+        return self._generate(long, prompts, self._version)
+
+    def _nudge(self, parts: Parts, fault: SendFault | None = None) -> int:
+        """A new version in the trainer, and what is to go wrong when it is sent."""
+        self._version += 1
+        watched(parts.fleet, parts.trainer.nudge.remote(self._version))
+        watched(parts.fleet, parts.trainer.set_fault.remote(fault))
+        return self._version
+
+    def _names(self, parts: Parts) -> list[str]:
+        names: list[str] = watched(parts.fleet, parts.trainer.weights.remote("update_info"))["names"]
+        return names
+
+    def _uncleared(self, parts: Parts, clears: Literal["refused", "ignored"]) -> None:
+        worker, timeout_s = parts.fleet.workers[1], self.recipe.policy.generation.dynamo_cfg.control_timeout_s
+        parts.refit.workers[1] = replace(worker, control=UnclearedControl(worker.control, timeout_s, clears))
+
+    def _stops(self, parts: Parts, version: int) -> str:
+        try:
+            result = parts.refit.update(version)
+        except RefitError as error:
+            return str(error)
+        return f"the update to version {version} ended at version {result.version}"
+
+    def _judge(self, name: str, proper: bool, result: RefitResult) -> None:
+        """Admission may have been open at the beginning and at the end, at no time between."""
+        shut = all(not t.admission for t in result.transitions[:-1]) and result.transitions[-1].admission
+        self.checks.add(
+            f"fault.{name}",
+            proper and shut,
+            f"version {result.version} of {result.asked} asked after {result.attempts} attempt(s) in "
+            f"{result.total_s:.1f} s, {len(result.replaced)} replaced; " + "; ".join(map(describe, result.transitions)),
+        )
+
+    def _judge_stop(self, name: str, parts: Parts, proper: bool, reason: str) -> None:
+        stopped = parts.refit.state is State.STOPPED and not is_open(parts)
+        self.checks.add(f"fault.{name}", proper and stopped, f"{parts.refit.state}, admission shut: {reason}")
+
+
+def hit(strike: Strike) -> None:
+    """Wait for the moment, then send the signal; a process that is gone already is none of ours."""
+    time.sleep(strike.delay_s)
+    for pid in strike.pids:
+        try:
+            os.kill(pid, strike.signum)
+        except ProcessLookupError:
+            continue
+
+
+def failed_in(result: RefitResult) -> list[State]:
+    """The states in which attempts failed."""
+    return [t.before for t in result.transitions if t.event is Event.FAILED]
+
+
+def describe(transition: Transition) -> str:
+    """One transition in a few words."""
+    reason = f" ({transition.reason[:200]})" if transition.event is Event.FAILED else ""
+    return f"{transition.before} → {transition.after}{reason}"
+
+
+def is_open(parts: Parts) -> bool:
+    """Whether a rollout is admitted, tried with one."""
+    try:
+        asyncio.run(parts.client.complete_all([parts.task.prompts(1)[0].token_ids], parts.sampling))
+    except RolloutError:
+        return False
+    return True
+
+
+def main(arguments: list[str]) -> int:
+    """Run the cases: RECIPE OUT RUN_DIR CASE,… [key=value …]; 0 when each came to its end."""
+    recipe, out, run_dir, only, *overrides = arguments
+    FaultSession.only = tuple(filter(None, only.split(",")))
+    return driver.run(Path(recipe), Path(out), Path(run_dir), [*SETTINGS, *overrides], FaultSession)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, driver.interrupt)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,42 @@
+"""Updates under faults, on one fleet of two real workers: `functional refit-faults`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from functional.runtime.paths import functional_home
+
+RECIPE = functional_home() / "recipes" / "grpo_cpu.yaml"
+EXPECTED = {
+    "failing-n-times.back",
+    "failing-n-times.next",
+    "lying-send-swap",
+    "lying-send-flip",
+    "lying-send-skip",
+    "lying-send-twice",
+    "clear-refused",
+    "clear-ignored",
+    "clear-ignored.fleet_sound",
+    "worker-killed-generating",
+    "worker-killed-mid-transfer",
+    "worker-stopped-mid-transfer",
+    "all-workers-killed",
+    "trainer-killed-mid-transfer",
+}
+
+
+@pytest.mark.faults
+def test_each_fault_comes_to_its_end_and_nothing_is_left(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "functional.suite.cli", "refit-faults", str(RECIPE), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((out / "report.json").read_text())
+    passed = {check["name"] for check in report["checks"] if check["passed"]}
+    assert {f"fault.{name}" for name in EXPECTED} <= passed
+    assert sum(name.startswith("fault.failing-send-") for name in passed) == 4
+    assert "teardown.nothing_left" in passed
+    shut = [t for t in report["refit_transitions"] if t["after"] != "serving"]
+    assert not any(t["admission"] for t in shut)
