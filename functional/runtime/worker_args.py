@@ -23,6 +23,7 @@ MANAGED_VARIABLES = {
     "VLLM_HOST_IP",
     "VLLM_NO_USAGE_STATS",
     "VLLM_RENDEZVOUS_DIR",
+    "VLLM_RPC_BASE_PATH",
     "VLLM_PLUGINS",  # a list without ours would leave the transfer backends out
     "VLLM_CPU_KVCACHE_SPACE",
     "VLLM_CPU_OMP_THREADS_BIND",
@@ -30,6 +31,7 @@ MANAGED_VARIABLES = {
     "TORCH_COMPILE_DISABLE",
     "CUDA_VISIBLE_DEVICES",
     "NCCL_MULTI_RANK_GPU_ENABLE",
+    "OMP_NUM_THREADS",
 }
 """Variables a recipe's `env_vars` may not set, beside those with a managed prefix."""
 
