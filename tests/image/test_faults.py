@@ -22,6 +22,8 @@ from tests.sqsh.conftest import Kit, refused
 from tests.sqsh.tiny_image import Entry
 
 REAL_STATE = state_dir()
+NAME = f"faults-{os.getpid()}"
+"""The release that builds here make, apart from any other test run's in this tree."""
 pytestmark = pytest.mark.faults
 
 
@@ -134,21 +136,21 @@ class TestBuildWithOurEngine:
         yield state
         left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
         mounts = Path("/proc/self/mountinfo").read_text()
-        shutil.rmtree(REPO / "dist/faults", ignore_errors=True)
+        shutil.rmtree(REPO / "dist" / NAME, ignore_errors=True)
         assert str(tmp_path) not in left
         assert str(state / "docker") not in mounts
 
     def start(self, state: Path) -> subprocess.Popen[str]:
         env = {**os.environ, "KIT_STATE": str(state)}
-        argv = [sys.executable, "build.py", "image", "--name", "faults"]
+        argv = [sys.executable, "build.py", "image", "--name", NAME]
         return subprocess.Popen(argv, cwd=REPO, env=env, stderr=subprocess.PIPE, text=True)
 
     @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
     def test_interrupted_while_it_builds(self, state: Path, sign: signal.Signals) -> None:
-        oci = REPO / "dist/faults/oci"
+        oci = REPO / "dist" / NAME / "oci"
         oci.mkdir(parents=True)
         (oci / "index.json").write_text("earlier")
-        log = state / "logs/image-faults.log"
+        log = state / f"logs/image-{NAME}.log"
         with self.start(state) as process:
             while not log.exists() or "[internal] load build context" not in log.read_text():
                 assert process.poll() is None
