@@ -31,7 +31,6 @@ MANAGED_VARIABLES = {
     "TORCH_COMPILE_DISABLE",
     "CUDA_VISIBLE_DEVICES",
     "NCCL_MULTI_RANK_GPU_ENABLE",
-    "OMP_NUM_THREADS",
 }
 """Variables a recipe's `env_vars` may not set, beside those with a managed prefix."""
 
