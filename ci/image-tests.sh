@@ -4,7 +4,7 @@
 set -euo pipefail
 cd /src
 export PYTHONDONTWRITEBYTECODE=1
-python -m pytest -q -p no:cacheprovider tests/runtime tests/suite_math tests/runtime
+python -m pytest -q -p no:cacheprovider tests/runtime tests/runtime_config tests/suite_math
 
 # Dynamo's environment has no pytest; the trainer's is for the same Python.
 packages=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

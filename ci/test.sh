@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-all=(static unit stations road inside faults)
-declare -A budget=([static]=2 [unit]=3 [stations]=5 [road]=25 [inside]=10 [faults]=25)
+all=(static unit road stations inside faults)
+declare -A budget=([static]=2 [unit]=3 [road]=25 [stations]=5 [inside]=10 [faults]=25)
 build=(.venv/bin/python build.py)
 pytest=(env -u KEEP .venv/bin/python -m pytest -q --ignore tests/engine --ignore tests/faults --ignore tests/runtime --ignore tests/suite_math)
 summary=()
@@ -23,16 +23,17 @@ unit() {
   "${pytest[@]}" -m 'not sqsh and not image and not road'
 }
 
-# The stations with real components and tiny inputs.
-stations() {
-  "${pytest[@]}" -m 'sqsh or image'
+road() {
+  "${build[@]}" image ${CI:+--lean}
+  "${build[@]}" push
+  "${build[@]}" sqsh
+  "${build[@]}" functional --name "${NAME:-cpu}"
+  "${build[@]}" verify
 }
 
-road() {
-  local station
-  for station in image push sqsh functional verify; do
-    "${build[@]}" "$station"
-  done
+# The stations with real components and tiny inputs, and some with the road's own.
+stations() {
+  "${pytest[@]}" -m 'sqsh or image'
 }
 
 # The tests of what runs in the image, in the image.

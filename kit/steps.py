@@ -34,7 +34,9 @@ class Step:
         self.notes.append(text)
 
     def moved(self, size: int) -> None:
-        """Note how many bytes the step has moved so far, and how fast."""
+        """Note how many bytes the step has moved so far, if any, and how fast."""
+        if size == 0:
+            return
         rate = int(size / max(time.monotonic() - self.started, 0.001))
         self.note(f"{size_text(size)}, {size_text(rate)}/s")
 

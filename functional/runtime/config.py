@@ -1,19 +1,78 @@
-"""A recipe: YAML with the guide's keys, `defaults:` parents and `key=value` overrides, validated into models."""
+"""A recipe: YAML with the guide's keys, `defaults:` parents and `key=value` overrides, validated into models.
 
+What single keys may hold is said here; what keys may hold together is in `rules`, what becomes of engine options in
+`options`.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from functional.runtime.errors import ConfigError
+from functional.runtime.options import classify, nearest_key
+from functional.runtime.redact import redacted, scrub
+from functional.runtime.rules import Problem, find_problems, find_unsendable
+
+RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted"]
+
+
+GENERATION_HINTS = {
+    "backend": "the managed runtime is dynamo",
+    "dynamo_cfg.engine": "the managed engine is vllm",
+    "dynamo_cfg.metrics_include_prefixes": "set metrics_worker_prefixes and metrics_frontend_prefixes instead",
+    "dynamo_cfg.metrics_exclude_prefixes": "set metrics_worker_prefixes and metrics_frontend_prefixes instead",
+    "vllm_cfg.precision": "generation runs in bfloat16 only",
+    "vllm_cfg.kv_cache_dtype": "the cache has the model's precision, set auto",
+    "top_p": "must be 1.0: the trainer scores the whole distribution",
+    "top_k": "must be null: the trainer scores the whole distribution",
+}
+HINTS = {f"policy.generation.{key}": hint for key, hint in GENERATION_HINTS.items()}
+"""Said instead of pydantic's words, by key path."""
 
 
 class Section(BaseModel):
     """Unknown keys are errors, so that a misspelt option never passes unseen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+
+
+class OpenSection(Section):
+    """Unknown keys are kept: `options` and `rules` say what becomes of them."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, coerce_numbers_to_str=True)
+
+    def options(self) -> dict[str, Any]:
+        """Every key, declared or not, with its value."""
+        return {name: getattr(self, name) for name in type(self).model_fields} | (self.model_extra or {})
+
+
+class WorkerArgs(Section):
+    """`dynamo_cfg.worker_args`: flags of `dynamo.vllm` itself. `extra_cli_args` go behind all others."""
+
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    exclude_tools_when_tool_choice_none: bool = True
+    enable_structural_tag: bool = False
+    structural_tag_scope: Literal["auto", "always"] = "auto"
+    structural_tag_schema: Literal["auto", "strict"] = "auto"
+    custom_jinja_template: str | None = None
+    endpoint_types: list[Literal["chat", "completions"]] = ["chat", "completions"]
+    extra_cli_args: list[str] = []
+
+
+class FrontendArgs(Section):
+    """`dynamo_cfg.frontend_args`: flags of `dynamo.frontend`; the tokenizer's cache is set by its variables."""
+
+    router_mode: RouterMode = "kv"
+    router_reset_states: bool = True
+    tokenizer: Literal["default", "fastokens"] = "default"
+    tokenizer_cache: bool = False
+    tokenizer_cache_bytes: int = Field(50 * 1024**2, ge=1)
+    extra_cli_args: list[str] = []
 
 
 class DynamoConfig(Section):
@@ -27,12 +86,14 @@ class DynamoConfig(Section):
     metrics_interval_s: float = Field(5, gt=0)
     metrics_worker_prefixes: list[str] = ["vllm:", "dynamo_component_"]
     metrics_frontend_prefixes: list[str] = ["dynamo_frontend_", "dynamo_component_router_"]
-    worker_args: dict[str, Any] = {}
-    frontend_args: dict[str, Any] = {"router_mode": "kv"}
+    metrics_include_prefixes: None = None
+    metrics_exclude_prefixes: None = None
+    worker_args: WorkerArgs = WorkerArgs()
+    frontend_args: FrontendArgs = FrontendArgs()
 
 
-class VllmConfig(Section):
-    """`policy.generation.vllm_cfg`."""
+class VllmConfig(OpenSection):
+    """`policy.generation.vllm_cfg`. `env_vars` go to every worker; write a secret there as `${oc.env:NAME}`."""
 
     tensor_parallel_size: int = Field(1, ge=1)
     pipeline_parallel_size: int = Field(1, ge=1)
@@ -40,11 +101,17 @@ class VllmConfig(Section):
     precision: Literal["bfloat16"] = "bfloat16"
     kv_cache_dtype: Literal["auto"] = "auto"
     max_model_len: int = Field(512, ge=2)
-    block_size: int = Field(16, ge=8)
-    max_num_seqs: int = Field(64, ge=1)
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
     load_format: Literal["auto", "dummy"] = "dummy"
     enforce_eager: bool = True
+    env_vars: dict[str, str] = {}
+
+
+class VllmKwargs(OpenSection):
+    """`policy.generation.vllm_kwargs`: any flag of the engine, by its name with underscores."""
+
+    block_size: int = Field(16, ge=8)
+    max_num_seqs: int = Field(64, ge=1)
 
 
 class Resources(Section):
@@ -57,15 +124,19 @@ class Colocated(Section):
     resources: Resources = Resources()
 
 
-class GenerationConfig(Section):
-    """`policy.generation`."""
+class GenerationConfig(OpenSection):
+    """`policy.generation`. `top_p` and `top_k` have one value each: the trainer scores the whole distribution."""
 
     backend: Literal["dynamo"] = "dynamo"
     max_new_tokens: int = Field(8, ge=1)
     temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, ge=1, le=1)
+    top_k: None = None
+    stop_token_ids: list[int] | None = None
+    stop_strings: list[str] | None = None
     dynamo_cfg: DynamoConfig = DynamoConfig()
     vllm_cfg: VllmConfig = VllmConfig()
-    vllm_kwargs: dict[str, Any] = {}
+    vllm_kwargs: VllmKwargs = VllmKwargs()
     colocated: Colocated = Colocated()
 
 
@@ -167,29 +238,6 @@ class Recipe(Section):
     checks: Thresholds = Thresholds()
     faults: FaultConfig = FaultConfig()
 
-    @model_validator(mode="after")
-    def _topology(self) -> "Recipe":
-        vllm = self.policy.generation.vllm_cfg
-        if self.policy.generation.colocated.enabled:
-            raise ValueError(
-                "policy.generation.colocated.enabled=true: training and generation are never colocated here"
-            )
-        group = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
-        inference = self.policy.generation.colocated.resources
-        if group > inference.gpus_per_node:
-            raise ValueError(
-                f"policy.generation.vllm_cfg: a tensor×pipeline group of {group} does not fit the "
-                f"{inference.gpus_per_node} GPU(s) of policy.generation.colocated.resources.gpus_per_node"
-            )
-        needed = 1 + inference.gpus_per_node * inference.num_nodes
-        offered = self.cluster.gpus_per_node * self.cluster.num_nodes
-        if needed > offered:
-            raise ValueError(
-                f"cluster.gpus_per_node={self.cluster.gpus_per_node}: one trainer and {needed - 1} generation "
-                f"device(s) need {needed} (raise it, or set cluster.share_gpu=true and count the shared device twice)"
-            )
-        return self
-
     @property
     def devices_per_engine(self) -> int:
         """Devices of one engine group: tensor × pipeline parallel size."""
@@ -202,11 +250,33 @@ class Recipe(Section):
         resources = self.policy.generation.colocated.resources
         return resources.gpus_per_node * resources.num_nodes // self.devices_per_engine
 
+    def shown(self) -> dict[str, Any]:
+        """The recipe as plain data for printing and storing: secrets replaced."""
+        return redacted(self.model_dump(mode="json"))
+
+    def warnings(self) -> list[str]:
+        """What is ignored although it was asked for, or would not run, one line each."""
+        options = classify(self.policy.generation, self.cluster.device)
+        ignored = [Problem(option.path, option.value, option.warning) for option in options if option.warning]
+        return [str(problem) for problem in ignored + find_unsendable(self)]
+
+    def scrub(self, text: str) -> str:
+        """`text` without this recipe's secrets."""
+        return scrub(text, self.model_dump(mode="json"))
+
+
+class RecipeError(ConfigError):
+    """A recipe breaks rules; `problems` has them all."""
+
+    def __init__(self, source: Path, problems: list[Problem]) -> None:
+        super().__init__(f"{source}: " + "; ".join(map(str, problems)))
+        self.problems = problems
+
 
 def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
     """Read `path`, its parents (`defaults:`, relative to it) and dot-list `overrides`.
 
-    Raises ConfigError, one line, naming file, key path and value.
+    Raises ConfigError, one line, naming file, key path and value; RecipeError when keys are the cause.
     """
     merged = _read_with_parents(path, ())
     try:
@@ -219,14 +289,42 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     try:
-        return Recipe.model_validate(plain)
+        recipe = Recipe.model_validate(plain)
     except ValidationError as error:
-        problems = [
-            f"{'.'.join(map(str, problem['loc'])) or 'recipe'}: {problem['msg']}"
-            + (f" (got {problem['input']!r})" if problem["loc"] and problem["type"] != "missing" else "")
-            for problem in error.errors()
-        ]
-        raise ConfigError(f"{path}: {'; '.join(problems)}") from error
+        raise RecipeError(path, [_problem(detail) for detail in error.errors()]) from error
+    if problems := find_problems(recipe):
+        raise RecipeError(path, problems)
+    return recipe
+
+
+def _problem(detail: Any) -> Problem:
+    """One of pydantic's errors as ours: with the value at fault, and the nearest key where one is not known."""
+    where = [str(part) for part in detail["loc"] if not _is_tag(part)]
+    key = ".".join(where) or "recipe"
+    if detail["type"] == "missing":
+        return Problem(key, None, detail["msg"], has_value=False)
+    message = HINTS.get(key, detail["msg"])
+    if detail["type"] == "extra_forbidden":
+        message = "unknown key" + nearest_key(where[-1], _known_keys(where[:-1]))
+    return Problem(key, detail["input"], message, has_value=bool(detail["loc"]))
+
+
+def _is_tag(part: Any) -> bool:
+    """Pydantic names the branch of a union (`list[str]`, `function-…`) among the keys."""
+    return isinstance(part, str) and ("[" in part or "(" in part)
+
+
+def _known_keys(where: list[str]) -> Iterator[str]:
+    model: Any = Recipe
+    for name in where:
+        field = model.model_fields.get(name) if isinstance(model, type) and issubclass(model, BaseModel) else None
+        if field is None:
+            return
+        candidates = [field.annotation, *get_args(field.annotation)]
+        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        if model is None:
+            return
+    yield from model.model_fields
 
 
 def _read_with_parents(path: Path, seen: tuple[Path, ...]) -> Any:

@@ -1,7 +1,6 @@
 """The managed fleet of one run: etcd, NATS JetStream, the frontend, and `dynamo.vllm` workers owned by Ray actors."""
 
 import contextlib
-import json
 import os
 import time
 import uuid
@@ -18,14 +17,18 @@ from functional.runtime.errors import ProcessDiedError, RunError
 from functional.runtime.paths import Programs
 from functional.runtime.ports import PortRange, is_listening
 from functional.runtime.process import ManagedProcess
+from functional.runtime.worker_args import (
+    SERVED_MODEL,
+    SHARED_GPU,
+    WorkerPlace,
+    frontend_arguments,
+    frontend_variables,
+    inherited_environment,
+    worker_arguments,
+)
 
-SERVED_MODEL = "policy"
-WORKER_EXTENSION = "functional.engine.extension.WorkerExtension"
-TRANSFER_BACKEND = {"cpu": "gloo", "cuda": "nccl_deadline"}
 LOOPBACK_INTERFACE = "lo"
 POLL_INTERVAL_S = 0.25  # each poll of an unready worker is a line in its log
-SHARED_GPU = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
-"""Environment of trainer and worker when both are NCCL ranks on one GPU (needs NCCL 2.30.7)."""
 
 
 @dataclass(frozen=True)
@@ -178,15 +181,12 @@ class Fleet:
             "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK_INTERFACE,  # an interface's name, not an address
         }
         self._wait_for_ports("etcd and NATS", [client, nats], deadline)
-        frontend_args = dict(settings.generation.dynamo_cfg.frontend_args)
-        router_mode = str(frontend_args.pop("router_mode", "kv"))
-        command = [str(settings.programs.dynamo_python), "-m", "dynamo.frontend", "--http-host", host]
-        command += ["--http-port", str(http), "--namespace-prefix", settings.namespace, "--router-mode", router_mode]
-        command += ["--discovery-backend", "etcd", "--request-plane", "tcp", "--event-plane", "nats"]
-        command += ["--router-reset-states", *as_flags(frontend_args)]
+        arguments = settings.generation.dynamo_cfg.frontend_args
+        command = [str(settings.programs.dynamo_python), "-m", "dynamo.frontend"]
+        command += frontend_arguments(arguments, host, http, settings.namespace)
         # The frontend gets no DYN_TCP_RPC_PORT: with one it fails to add a discovered model.
         own = {"DYN_TCP_RESPONSE_STREAM_PORT": str(take()), "DYN_SYSTEM_PORT": str(take())}
-        self._spawn("frontend", command, environment | own)
+        self._spawn("frontend", command, environment | frontend_variables(arguments) | own)
         self._frontend = FrontendControl(f"http://{host}:{http}")
         return environment
 
@@ -313,7 +313,8 @@ class WorkerOwner:
         ports.given = []
         rpc, stream, system, engine = ports.take(), ports.take(), ports.take(), ports.take(4)
         environment = (
-            self.environment
+            settings.generation.vllm_cfg.env_vars
+            | self.environment
             | {
                 "DYN_TCP_RPC_PORT": str(rpc),
                 "DYN_TCP_RESPONSE_STREAM_PORT": str(stream),
@@ -331,8 +332,9 @@ class WorkerOwner:
         )
         if settings.generation.vllm_cfg.enforce_eager:
             environment["TORCH_COMPILE_DISABLE"] = "1"  # start-up time for kernels that an eager engine never runs
-        events = settings.run_dir / f"kv{self.index}"
-        command = worker_command(settings, events)
+        place = WorkerPlace(settings.model_dir, settings.namespace, settings.run_dir / f"kv{self.index}")
+        command = [str(settings.programs.dynamo_python), "-m", "dynamo.vllm"]
+        command += worker_arguments(settings.generation, settings.device, place)
         log = settings.log_dir / f"worker-{self.index}.log"
         self._process = ManagedProcess(f"worker {self.index}", command, log, environment)
         return WorkerAddress(
@@ -361,61 +363,6 @@ class WorkerOwner:
     def stop(self) -> None:
         if self._process is not None:
             self._process.stop()
-
-
-def worker_command(settings: FleetSettings, events: Path) -> list[str]:
-    """The `dynamo.vllm` command line. `events`: path of the socket the engine publishes its cache events on."""
-    vllm = settings.generation.vllm_cfg
-    transfer = {"backend": TRANSFER_BACKEND[settings.device]}
-    # An ipc endpoint is one that vLLM's publisher binds; tcp on a given host it would connect, and nobody would bind.
-    kv_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{events}"}
-    options = {
-        "model": settings.model_dir,
-        "served-model-name": SERVED_MODEL,
-        "namespace": settings.namespace,
-        "discovery-backend": "etcd",
-        "request-plane": "tcp",
-        "event-plane": "nats",
-        "endpoint-types": "chat,completions",
-        "weight-transfer-config": json.dumps(transfer),
-        "worker-extension-cls": WORKER_EXTENSION,
-        "kv-events-config": json.dumps(kv_events),
-        "dtype": vllm.precision,
-        "kv-cache-dtype": vllm.kv_cache_dtype,
-        "max-model-len": vllm.max_model_len,
-        "max-num-seqs": vllm.max_num_seqs,
-        "block-size": vllm.block_size,
-        "load-format": vllm.load_format,
-        "tensor-parallel-size": vllm.tensor_parallel_size,
-        "pipeline-parallel-size": vllm.pipeline_parallel_size,
-    }
-    if settings.device == "cuda":
-        options["gpu-memory-utilization"] = vllm.gpu_memory_utilization
-    command = [str(settings.programs.dynamo_python), "-m", "dynamo.vllm", "--enable-rl"]
-    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    if vllm.enforce_eager:
-        command.append("--enforce-eager")
-    return command + as_flags(settings.generation.vllm_kwargs) + as_flags(settings.generation.dynamo_cfg.worker_args)
-
-
-def as_flags(options: Mapping[str, Any]) -> list[str]:
-    """`{"router_temperature": 0.5, "x": true}` → `["--router-temperature", "0.5", "--x"]`; false gives `--no-x`."""
-    flags: list[str] = []
-    for name, value in options.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
-    return flags
-
-
-def inherited_environment() -> dict[str, str]:
-    """This process's environment for Dynamo's programs: without Ray's variables and the trainer's PYTHONPATH."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHON", "DYN_"))}
-    if path := os.environ.get("DYNAMO_PYTHONPATH"):
-        kept["PYTHONPATH"] = path
-    return kept | {"PYTHONUNBUFFERED": "1"}
 
 
 def new_namespace() -> str:

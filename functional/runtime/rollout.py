@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 
 from functional.runtime.errors import RolloutError
-from functional.runtime.fleet import SERVED_MODEL
 from functional.runtime.identity import Attempt, Outcome, RequestJournal
+from functional.runtime.worker_args import SERVED_MODEL
 
 RETRIED_STATUS = frozenset({408, 429, *range(500, 600)})
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 4.0
@@ -33,6 +33,7 @@ class Sampling:
     max_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
 
 
@@ -278,6 +279,8 @@ def request_body(prompt: Sequence[int], sampling: Sampling, instance_id: int | N
         body["ignore_eos"] = True
     if sampling.stop_token_ids:
         body["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.stop_strings:
+        body["stop"] = list(sampling.stop_strings)
     return body
 
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from functional.runtime import guard
-from functional.runtime.config import load_recipe
 from functional.runtime.errors import RunError
 from functional.suite.cluster import ray_environment
 
@@ -50,19 +49,16 @@ def run(
 def config(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; a refused recipe too.")] = False,
+    ask_engine: Annotated[bool, typer.Option("--engine", help="Ask the engine's own parser too (10 s).")] = False,
 ) -> None:
-    """Validate a recipe and show what it resolves to.
+    """Validate a recipe; show what becomes of each engine option, and what the recipe resolves to.
 
-    Example: functional config recipes/grpo_cpu.yaml policy.optimizer.lr=1e-4
+    Example: functional config recipes/grpo_cpu.yaml policy.generation.vllm_kwargs.max_num_seqs=16
     """
-    resolved = load_recipe(recipe, overrides).model_dump(mode="json")
-    if as_json:
-        typer.echo(json.dumps(resolved, indent=2))
-    else:
-        from omegaconf import OmegaConf
+    from functional.suite.show_config import show_config
 
-        typer.echo(OmegaConf.to_yaml(OmegaConf.create(resolved)), nl=False)
+    raise typer.Exit(show_config(recipe, overrides or [], as_json, ask_engine))
 
 
 @app.command()

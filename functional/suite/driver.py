@@ -21,19 +21,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from functional.runtime.config import Recipe, load_recipe
+from functional.runtime.config import Recipe, RecipeError, load_recipe
+from functional.runtime.engine_check import EngineCheck
 from functional.runtime.errors import ConfigError, InterruptedRunError, RolloutError, RunError
 from functional.runtime.fleet import Fleet, FleetSettings, Worker, new_namespace
 from functional.runtime.identity import RequestJournal
-from functional.runtime.paths import find_programs
+from functional.runtime.options import shown_options
+from functional.runtime.paths import Programs, find_programs
 from functional.runtime.records import RecordWriter, RolloutRecord
 from functional.runtime.refit import FleetRefit, RefitResult
 from functional.runtime.refit_machine import Event, State, Transition
 from functional.runtime.rollout import AdmissionGate, Completion, RolloutClient, Sampling
+from functional.runtime.rules import find_unsendable, merge_stop_strings
 from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import verdicts
 from functional.suite.checks import Checklist
 from functional.suite.cluster import local_ray, reserve
+from functional.suite.data import describe_data
 from functional.suite.flaky import flaky_proxy
 from functional.suite.leftovers import find_leftovers
 from functional.suite.models import find_model
@@ -55,6 +59,9 @@ def run(
     """
     try:
         recipe = load_recipe(recipe_path, overrides)
+        if problems := find_unsendable(recipe):
+            raise RecipeError(recipe_path, problems)
+        data = describe_data(recipe.data.dataset_name, recipe.grpo.num_prompts_per_step)
         programs = find_programs()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -74,15 +81,21 @@ def run(
     ):
         (out / stale).unlink(missing_ok=True)
     session = (session_type or Session)(recipe, out, run_dir)
-    session.report |= {"recipe": recipe.model_dump(mode="json"), "versions": read_versions(programs)}
+    session.report |= {"recipe": recipe.shown(), "versions": read_versions(programs), "data": asdict(data)}
+    session.report |= {"options": shown_options(recipe.policy.generation, recipe.cluster.device)}
+    session.report |= {"warnings": recipe.warnings()}
+    for warning in recipe.warnings():
+        session.say(f"warning: {warning}")
     failure: str | None = None
+    is_bad_input = False
     try:
         session.run(programs)
     except RunError as fault:
-        failure = str(fault)
+        failure = recipe.scrub(str(fault))
+        is_bad_input = isinstance(fault, ConfigError)
     except Exception as unexpected:
-        (log_dir / "driver.log").write_text(traceback.format_exc(), encoding="utf-8")
-        what = f"{type(unexpected).__name__}: {' '.join(str(unexpected).split())[:500]}"
+        (log_dir / "driver.log").write_text(recipe.scrub(traceback.format_exc()), encoding="utf-8")
+        what = recipe.scrub(f"{type(unexpected).__name__}: {' '.join(str(unexpected).split())[:500]}")
         failure = f"{what} (traceback in {log_dir}/driver.log)"
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end below is bounded, and must not be cut short
@@ -95,7 +108,8 @@ def run(
     )
     session.report["seconds"] = time.monotonic() - session.began
     write_report(out, session.report, session.checks.checks, failure)
-    return session.summarize(failure)
+    status = session.summarize(failure)
+    return 2 if is_bad_input else status
 
 
 @dataclass(frozen=True)
@@ -153,12 +167,13 @@ class Session:
             (self.out / "logs" / "teardown.log").write_text(traceback.format_exc(), encoding="utf-8")
             self.checks.add("teardown.orderly", False, "shutdown raised, see logs/teardown.log")
 
-    def run(self, programs: Any) -> None:
+    def run(self, programs: Programs) -> None:
         """Everything between start and teardown."""
         recipe, generation = self.recipe, self.recipe.policy.generation
         self._name_processes({})
         self.event("run: starting", run_dir=str(self.run_dir))
         model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
+        parser = self._stack.enter_context(EngineCheck.of(recipe, programs.dynamo_python, model_dir))
         self._phase("ray", lambda: self._stack.enter_context(local_ray(self.run_dir, recipe)))
         signal.signal(signal.SIGTERM, interrupt)  # after Ray has set its own
 
@@ -180,6 +195,8 @@ class Session:
             address=ADDRESS,
             share_gpu=recipe.cluster.share_gpu,
         )
+        patience = generation.dynamo_cfg.startup_timeout_s
+        self._phase("engine's parser", lambda: parser.result(patience, recipe.scrub))
         fleet = Fleet(settings, placements[1:], self.say)
         self._stack.callback(fleet.shutdown)
         self._stack.callback(lambda: self.ports.extend(fleet.listening_ports()))
@@ -231,7 +248,14 @@ class Session:
         )
         client = RolloutClient(url, gate, *limits, generation.dynamo_cfg.request_timeout_s, journal)
         prober = RolloutClient(fleet.frontend.url, gate, *limits, generation.dynamo_cfg.control_timeout_s, journal)
-        probe_prompt = probe_tokens(min(len(tokenizer), model_config["vocab_size"]), generation.vllm_cfg.block_size)
+        sampling = Sampling(
+            generation.max_new_tokens,
+            generation.temperature,
+            stop_token_ids=tuple(generation.stop_token_ids or ()),
+            stop_strings=merge_stop_strings(generation.stop_strings),
+        )
+        num_tokens, block_size = min(len(tokenizer), model_config["vocab_size"]), generation.vllm_kwargs.block_size
+        probe_prompt = probe_tokens(num_tokens, block_size)
         probe_sampling = Sampling(PROBE_TOKENS, generation.temperature, ignore_eos=True)
         instances = list(fleet.workers)
 
@@ -272,7 +296,7 @@ class Session:
             prober=prober,
             refit=new_refit(),
             new_refit=new_refit,
-            sampling=Sampling(generation.max_new_tokens, generation.temperature),
+            sampling=sampling,
             task=task,
             records=records,
             journal=journal,

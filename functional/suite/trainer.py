@@ -13,10 +13,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from functional.runtime.config import Recipe
 from functional.runtime.errors import RefitError
-from functional.runtime.fleet import SHARED_GPU
 from functional.runtime.refit_parts import ProbeScore, SourceLostError
 from functional.runtime.rollout import Completion
 from functional.runtime.weights import NamedTensors
+from functional.runtime.worker_args import SHARED_GPU
 from functional.suite.grpo import LossConfig
 from functional.suite.policy import Policy, Sample, collate
 from functional.suite.send_faults import FaultyWeights, SendFault

@@ -275,7 +275,7 @@ def check_routing(checks: Checklist, fleet: Fleet, instance_ids: set[int | None]
         {worker.instance_id for worker in fleet.workers} <= instance_ids,
         f"{len(instance_ids)} of {len(fleet.workers)} worker(s) served rollouts",
     )
-    if fleet.settings.generation.dynamo_cfg.frontend_args.get("router_mode", "kv") != "kv":
+    if fleet.settings.generation.dynamo_cfg.frontend_args.router_mode != "kv":
         return
     stored = count_events(fleet, "stored")
     checks.add(
@@ -305,7 +305,7 @@ def count_events(fleet: Fleet, event_type: str) -> float:
 
 def await_cleared(fleet: Fleet, before: float) -> bool | None:
     """Whether as many clear events as there are workers reached the router; None when routing does not use events."""
-    if fleet.settings.generation.dynamo_cfg.frontend_args.get("router_mode", "kv") != "kv":
+    if fleet.settings.generation.dynamo_cfg.frontend_args.router_mode != "kv":
         return None
     deadline = time.monotonic() + EVENT_PATIENCE_S
     while True:

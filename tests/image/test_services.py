@@ -14,6 +14,7 @@ import pytest
 from kit import services
 from kit.errors import KitError
 from kit.layout import state_dir
+from tests.sqsh.conftest import running
 
 REAL_STATE = state_dir()
 
@@ -109,7 +110,7 @@ class TestRealServices:
         for state in (prepared, other):
             monkeypatch.setenv("KIT_STATE", str(state))
             assert services.stop_services() == ["registry", "Docker engine"]
-        assert str(tmp_path) not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+        assert running(tmp_path) == []
         assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
 
     def test_the_engine_ends_with_the_body_and_writes_only_into_the_state(self, prepared: Path) -> None:

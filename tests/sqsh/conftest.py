@@ -89,11 +89,12 @@ def convert_layout(layout: Path, out: Path) -> Path:
 def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Whatever the test did, a moment later no mount and no loop device of it is there."""
     ours = str(tmp_path_factory.getbasetemp())
+    before = left_behind(ours)
     yield
     deadline = time.monotonic() + 5
-    while left_behind(ours) and time.monotonic() < deadline:
+    while left_behind(ours) != before and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert left_behind(ours) == []
+    assert left_behind(ours) == before
 
 
 def left_behind(folder: str) -> list[str]:
@@ -113,3 +114,16 @@ def refused(finished: subprocess.CompletedProcess[str], status: int, *parts: str
     assert "Traceback" not in finished.stderr
     for part in parts:
         assert part in errors[0]
+
+
+def running(root: Path) -> list[str]:
+    """Command lines of programs that name a path of this test."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = process.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if any(str(root) in word for word in words) and process.parent.name != str(os.getpid()):
+            found.append(" ".join(words))
+    return found

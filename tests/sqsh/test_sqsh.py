@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kit.sqsh import _unpacked_size
-from tests.sqsh.conftest import REPO, Kit, convert_layout, refused
+from tests.sqsh.conftest import REPO, Kit, convert_layout, refused, running
 from tests.sqsh.tiny_image import Entry, busybox, folder, hardlink, symlink, write_layout
 
 pytestmark = [pytest.mark.sqsh, pytest.mark.skipif(os.geteuid() != 0, reason="unpacking with owners needs root")]
@@ -264,19 +264,6 @@ def small_disk(kit: Kit) -> Iterator[Path]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder], check=True)
     yield folder
     subprocess.run(["umount", folder], check=True)
-
-
-def running(root: Path) -> list[str]:
-    """Command lines of programs that name a path of this test."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = process.read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if any(str(root) in word for word in words) and process.parent.name != str(os.getpid()):
-            found.append(" ".join(words))
-    return found
 
 
 def wait_until_quiet(root: Path) -> None:

@@ -1,0 +1,92 @@
+"""`functional config`: a recipe's verdict, what becomes of each engine option, and what the recipe resolves to."""
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from functional.runtime.config import Recipe, RecipeError, load_recipe
+from functional.runtime.engine_check import EngineCheck
+from functional.runtime.errors import ConfigError
+from functional.runtime.options import GENERATION, shown_options
+from functional.runtime.paths import find_programs
+from functional.runtime.redact import redacted
+from functional.runtime.worker_args import WorkerPlace, frontend_arguments, worker_arguments
+from functional.suite.data import describe_data
+
+PLACE = WorkerPlace(Path("/MODEL"), "NAMESPACE", Path("/RUN/kv0"))
+"""Stands for what only a run knows."""
+PARSER_TIMEOUT_S = 120.0
+
+
+def show_config(path: Path, overrides: list[str], as_json: bool, ask_engine: bool) -> int:
+    """Print the verdict. Returns 0, or 2 for a recipe that may not run; without `as_json` that raises ConfigError."""
+    try:
+        shown = describe(load_recipe(path, overrides), ask_engine)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        print(json.dumps({"valid": False, "error": str(error), "problems": _problems(error)}, indent=2))
+        return 2
+    print(json.dumps(shown, indent=2) if as_json else _as_text(shown), end="\n" if as_json else "")
+    return 0
+
+
+def describe(recipe: Recipe, ask_engine: bool) -> dict[str, Any]:
+    """Everything `functional config` tells, as plain data without secrets."""
+    generation, device = recipe.policy.generation, recipe.cluster.device
+    worker = worker_arguments(generation, device, PLACE)
+    frontend = frontend_arguments(generation.dynamo_cfg.frontend_args, "HOST", 1, PLACE.namespace)
+    data = describe_data(recipe.data.dataset_name, recipe.grpo.num_prompts_per_step)
+    if ask_engine:
+        with EngineCheck.of(recipe, find_programs().dynamo_python, Path("/")) as check:
+            check.result(PARSER_TIMEOUT_S, recipe.scrub)
+    return {
+        "valid": True,
+        "warnings": recipe.warnings(),
+        "options": shown_options(generation, device),
+        "worker_argv": redacted(worker),
+        "frontend_argv": redacted(frontend),
+        "engine_parser": "accepted" if ask_engine else "not asked",
+        "data": asdict(data),
+        "recipe": recipe.shown(),
+    }
+
+
+def _problems(error: ConfigError) -> list[dict[str, str]]:
+    if not isinstance(error, RecipeError):
+        return []
+    return [{"key": p.key, "value": p.shown_value, "message": p.message} for p in error.problems]
+
+
+def _as_text(shown: dict[str, Any]) -> str:
+    for warning in shown["warnings"]:
+        print(f"warning: {warning}", file=sys.stderr)
+    rows = [
+        (option["path"].removeprefix(GENERATION + "."), _short(option["value"]), option["kind"], option["outcome"])
+        for option in shown["options"]
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    table = "\n".join("  ".join([*(row[c].ljust(widths[c]) for c in range(3)), row[3]]) for row in rows)
+    data = shown["data"]
+    lines = [
+        f"{GENERATION}:",
+        table,
+        "",
+        f"dynamo.vllm      {shlex.join(shown['worker_argv'])}",
+        f"dynamo.frontend  {shlex.join(shown['frontend_argv'])}",
+        f"engine's parser  {shown['engine_parser']}",
+        f"data             {data['dataset_name']} ({data['source']}), sha256 {data['sha256']}",
+        "",
+        OmegaConf.to_yaml(OmegaConf.create(shown["recipe"])),
+    ]
+    return "\n".join(lines)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:39] + "…"
