@@ -39,7 +39,8 @@ def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool 
     target = release(name)
     check_pins()
     inputs = fetch_inputs(profile)
-    with only_run(f"image-{name}"), complete_step(f"Image {name}") as step:
+    # One build at a time, whatever its name: the first to end would take the engine from the other.
+    with only_run("image"), complete_step(f"Image {name}") as step:
         hashes = _input_hashes(inputs)
         key = _key(profile, with_dynamo, hashes)
         there = _unchanged(target, key)

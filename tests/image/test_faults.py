@@ -6,6 +6,7 @@ import http.server
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -59,6 +60,14 @@ class TestPush:
 
         write_layout(released.root / "dist/cpu/oci", [[Entry("b", b"b")]], docker=True)
         refused(released("push", "127.0.0.1:9/a:b"), 1, "but the record says sha256:", "make the image again")
+
+    def test_ended_while_the_registry_keeps_us_waiting(self, released: Kit) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            process = released.start("push", f"127.0.0.1:{silent.getsockname()[1]}/a:b")
+            silent.accept()
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=20)
+        refused(subprocess.CompletedProcess("push", process.returncode, out, err), 1, "interrupted")
 
     @pytest.fixture
     def refusing_registry(self) -> Iterator[str]:
