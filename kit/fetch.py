@@ -21,7 +21,7 @@ from kit.command import Finished, run
 from kit.errors import KitError
 from kit.files import finished_file, sha256_of, write_atomic
 from kit.layout import REPO, inputs_dir, only_run, scratch_folder
-from kit.lock import LockSet, lockfile, locks_of
+from kit.lock import LockSet, lockfile, locks_of, requirements_for
 from kit.steps import complete_step, say, size_text
 
 # Files that no run reads: a fifth of the base.
@@ -135,11 +135,12 @@ def _fetch_wheels(locks: tuple[LockSet, ...], base: Base, folder: Path) -> dict[
 def _pip_download(lock: Path, base: Base, folder: Path) -> set[str]:
     """Names of the wheels that `lock` asks for; those already in `folder` are only checked against their hashes."""
     with scratch_folder("fetch") as scratch:
-        finished = _run_pip_download(lock, base, folder, scratch)
+        (scratch / "requirements.txt").write_text(requirements_for(lock, base.python))
+        finished = _run_pip_download(scratch / "requirements.txt", base, folder, scratch)
     return set(_named_wheels(finished.stdout.splitlines()))
 
 
-def _run_pip_download(lock: Path, base: Base, folder: Path, scratch: Path) -> Finished:
+def _run_pip_download(requirements: Path, base: Base, folder: Path, scratch: Path) -> Finished:
     return run(
         [
             sys.executable,
@@ -159,7 +160,7 @@ def _run_pip_download(lock: Path, base: Base, folder: Path, scratch: Path) -> Fi
             "--abi=none",
             *(f"--platform={tag}" for tag in platform_tags(base.glibc)),
             f"--dest={folder}",
-            f"--requirement={lock}",
+            f"--requirement={requirements}",
         ],
         env={"PIP_DISABLE_PIP_VERSION_CHECK": "1", "TMPDIR": str(scratch)},
         hint="check pip's index configuration (pip config list), then fetch again",

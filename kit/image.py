@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from kit.bases import read_bases
 from kit.command import run
@@ -18,6 +17,7 @@ from kit.fetch import Manifest, fetch_inputs
 from kit.files import need_space, sha256_of, tree_size, write_atomic
 from kit.layout import REPO, Release, inputs_dir, only_run, release, state_dir
 from kit.lock import check_pins
+from kit.oci import blob, layout_image, read_manifest
 from kit.record import ImageSection, read_record, start_record
 from kit.services import Docker, content_store, engine
 from kit.steps import complete_step, size_text
@@ -39,7 +39,8 @@ def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool 
     target = release(name)
     check_pins()
     inputs = fetch_inputs(profile)
-    with only_run(f"image-{name}"), complete_step(f"Image {name}") as step:
+    # One build at a time, whatever its name: the first to end would take the engine from the other.
+    with only_run("image"), complete_step(f"Image {name}") as step:
         hashes = _input_hashes(inputs)
         key = _key(profile, with_dynamo, hashes)
         there = _unchanged(target, key)
@@ -52,14 +53,15 @@ def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool 
         _build(target, profile, with_dynamo, inputs, epoch, lean)
         if _input_hashes(inputs) != hashes:
             raise KitError("the sources changed while the image was built from them", "build it again")
-        manifest, descriptor = read_layout(target.oci)
+        image = layout_image(target.oci)
+        manifest = read_manifest(target.oci, image.digest)
         section = ImageSection(
             name=name,
             profile=profile,
-            digest=descriptor["digest"],
-            media_type=descriptor["mediaType"],
-            size=descriptor["size"] + manifest["config"]["size"] + sum(layer["size"] for layer in manifest["layers"]),
-            layers=[layer["digest"] for layer in manifest["layers"]],
+            digest=image.digest,
+            media_type=image.media_type,
+            size=image.size + manifest.config.size + sum(layer.size for layer in manifest.layers),
+            layers=[layer.digest for layer in manifest.layers],
             key=key,
             inputs=hashes,
             source_date_epoch=epoch,
@@ -67,22 +69,6 @@ def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool 
         start_record(target.record, section)
         step.note(f"{len(section.layers)} layers, {size_text(section.size)}, {section.digest}")
         return section
-
-
-def read_layout(oci: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The manifest of a layout that holds one image, and the descriptor that points to it."""
-    try:
-        index = json.loads((oci / "index.json").read_bytes())
-    except FileNotFoundError as error:
-        raise KitError(f"no image in {oci}", "make it with ./build.py image") from error
-    if len(index["manifests"]) != 1:
-        raise KitError(f"{oci} holds {len(index['manifests'])} images, not one", "remove it and build again")
-    descriptor = index["manifests"][0]
-    return json.loads(blob(oci, descriptor["digest"]).read_bytes()), descriptor
-
-
-def blob(oci: Path, digest: str) -> Path:
-    return oci / "blobs" / digest.replace(":", "/")
 
 
 def _unchanged(target: Release, key: str) -> ImageSection | None:
@@ -93,11 +79,12 @@ def _unchanged(target: Release, key: str) -> ImageSection | None:
     if image.key != key:
         return None
     try:
-        manifest, descriptor = read_layout(target.oci)
-        whole = all(blob(target.oci, part["digest"]).stat().st_size == part["size"] for part in manifest["layers"])
+        there = layout_image(target.oci)
+        layers = read_manifest(target.oci, there.digest).layers
+        whole = all(blob(target.oci, layer.digest).stat().st_size == layer.size for layer in layers)
     except (KitError, OSError):
         return None
-    return image if whole and descriptor["digest"] == image.digest else None
+    return image if whole and there.digest == image.digest else None
 
 
 def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, epoch: int, lean: bool) -> None:

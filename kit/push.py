@@ -6,8 +6,8 @@ import os
 
 from kit.command import run
 from kit.errors import KitError
-from kit.image import read_layout
 from kit.layout import release
+from kit.oci import layout_image, registry_digest, tls_option
 from kit.record import PushSection, add_section, read_record
 from kit.services import registry, share_blobs
 from kit.steps import complete_step, say
@@ -17,16 +17,14 @@ def push_image(name: str, reference: str = "") -> PushSection:
     """Push `dist/NAME/oci` to `reference` (registry/repository:tag), or to REGISTRY, or to our own registry."""
     target = release(name)
     record = read_record(target.record)
-    _, descriptor = read_layout(target.oci)
-    if descriptor["digest"] != record.image.digest:
+    there = layout_image(target.oci).digest
+    if there != record.image.digest:
         raise KitError(
-            f"{target.oci} holds {descriptor['digest']}, but the record says {record.image.digest}",
+            f"{target.oci} holds {there}, but the record says {record.image.digest}",
             f"remove {target.folder} and make the image again",
         )
     ours = not reference and not os.environ.get("REGISTRY")
     reference = reference.removeprefix("docker://") or f"{os.environ.get('REGISTRY') or registry()}/nemo-rl:{name}"
-    # Plain HTTP only ever on this machine's loopback.
-    local = reference.startswith(("127.0.0.1:", "localhost:"))
     with complete_step(f"Push to {reference}") as step:
         run(
             [
@@ -34,15 +32,14 @@ def push_image(name: str, reference: str = "") -> PushSection:
                 "copy",
                 "--quiet",
                 "--preserve-digests",
-                *(["--dest-tls-verify=false"] if local else []),
+                *tls_option(reference, "--dest-tls-verify"),
                 f"oci:{target.oci}",
                 f"docker://{reference}",
             ],
             hint="check the address, that the registry is up, and `skopeo login`",
         )
         step.moved(record.image.size)
-        inspect = ["skopeo", "inspect", *(["--tls-verify=false"] if local else []), "--format={{.Digest}}"]
-        there = run([*inspect, f"docker://{reference}"]).stdout.strip()
+        there, _ = registry_digest(reference)
         if there != record.image.digest:
             raise KitError(f"{reference} answers {there}, not {record.image.digest}", "push again; the tag was moved")
         step.note(there)

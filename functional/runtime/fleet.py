@@ -98,7 +98,8 @@ class Fleet:
         self.phases["control plane"] = time.monotonic() - began
         if self.settings.device == "cpu":  # engines that together have more threads than cores wait for each other
             threads = max(1, (os.cpu_count() or 1) // len(self._placements))
-            environment.setdefault("OMP_NUM_THREADS", str(threads))
+            own = self.settings.generation.vllm_cfg.env_vars.get("OMP_NUM_THREADS", str(threads))
+            environment.setdefault("OMP_NUM_THREADS", own)
         owner_class: Any = WorkerOwner
         for index, placement in enumerate(self._placements):
             options = {"placement_group": placement, "num_gpus": placement.bundle_specs[0]["GPU"]}

@@ -172,6 +172,7 @@ class FleetRefit:
 
     def _carry_out(self, plan: list[int], result: RefitResult) -> None:
         """Try the planned versions one after the other until one is reached."""
+        reasons: list[str] = []
         for number, version in enumerate(plan, 1):
             result.attempts = self._machine.attempt = number
             self._machine.version = version
@@ -184,10 +185,13 @@ class FleetRefit:
                 self._machine.fire(Event.GIVE_UP, "the sender of the weights is lost")
                 raise
             except Exception as error:
-                self._machine.fire(Event.FAILED, one_line(error))
+                reasons.append(one_line(error))
+                self._machine.fire(Event.FAILED, reasons[-1])
                 if number == len(plan):
-                    self._machine.fire(Event.GIVE_UP, f"{number} attempts failed, the last: {one_line(error)}")
-                    raise RefitError(f"{number} attempts failed, the last: {one_line(error)}") from error
+                    ends = [f"the first: {reasons[0]}", f"the last: {reasons[-1]}"]
+                    summary = f"{number} attempts failed, {'; '.join(ends)}"
+                    self._machine.fire(Event.GIVE_UP, summary)
+                    raise RefitError(summary) from error
                 self._recover(self.find_lost(), result, plan[number])
             else:
                 return

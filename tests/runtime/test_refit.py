@@ -126,7 +126,7 @@ def test_an_unexpected_error_of_the_trainer_is_a_failed_attempt():
         raise KeyError("names")
 
     world.update_info = broken
-    with pytest.raises(RefitError, match="3 attempts failed, the last: KeyError"):
+    with pytest.raises(RefitError, match="3 attempts failed, the first: KeyError"):
         world.refit.update(1)
     assert not world.gate.is_open
 

@@ -142,4 +142,5 @@ def test_every_variable_the_fleet_sets_is_managed():
     assert "VLLM_PORT" in names
     managed = worker_args.MANAGED_VARIABLES | set(worker_args.SHARED_GPU)
     strays = {n for n in names if n.isidentifier() and not n.startswith(worker_args.MANAGED_PREFIXES)} - managed
-    assert not strays - {"DYNAMO_PYTHONPATH", "RAY_"}
+    # OMP_NUM_THREADS is a default that a recipe may replace.
+    assert not strays - {"DYNAMO_PYTHONPATH", "RAY_", "OMP_NUM_THREADS"}
