@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,8 @@ from sqsh.compress import Compressor
 
 RAW = 1 << 24  # a block's size with this bit: stored as it is
 JOB_SIZE = 1 << 20  # bytes that one job compresses, at least a block
-PENDING_SIZE = 48 << 20  # bytes waiting for a compressor or for the disk
+PENDING_SIZE = 48 << 20  # bytes waiting for a compressor
+UNWRITTEN_SIZE = 32 << 20  # bytes waiting for the disk
 SYNC_SIZE = 128 << 20  # write back in the background after so many bytes, so that the last sync has little to do
 # A fragment ends when it is full, or after a file whose hash begins with a byte below this. So a file that comes or
 # goes changes the fragments near it, not all that follow, and the others can be copied from an earlier output.
@@ -121,7 +123,7 @@ class DataArea:
         self._fragment_count = 0
         self._small: dict[bytes, FileData] = {}
         self._large: dict[tuple[int, int, int], list[FileData]] = {}
-        self._sync = _BackgroundSync(handle)
+        self._writer = _Writer(handle)
         self._zero_sums: dict[int, int] = {}
 
     def __enter__(self) -> DataArea:
@@ -131,7 +133,7 @@ class DataArea:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._sync.close()
+        self._writer.close()
 
     def add(self, size: int, blocks: Iterable[Block]) -> FileData:
         """Take a file of `size` bytes in, given as blocks of `block_size`."""
@@ -184,7 +186,8 @@ class DataArea:
         self._flush()
         while self._jobs:
             self._take_one()
-        self._sync.check()
+        self._writer.wait()
+        self._writer.last_sync()
 
     def _add_small(self, content: bytes) -> FileData:
         key = hashlib.sha256(content).digest()
@@ -303,6 +306,7 @@ class DataArea:
         twins.append(data)
 
     def _same(self, one: int, other: int, size: int) -> bool:
+        self._writer.wait()
         for at in range(0, size, JOB_SIZE):
             count = min(JOB_SIZE, size - at)
             if os.pread(self._handle, count, one + at) != os.pread(self._handle, count, other + at):
@@ -310,41 +314,76 @@ class DataArea:
         return True
 
     def _write(self, stored: Sequence[Block]) -> None:
-        self.position += write_all(self._handle, stored, self.position)
-        self._sync.wrote(self.position)
+        self._writer.write(stored, self.position)
+        self.position += sum(map(len, stored))
 
 
-class _BackgroundSync:
-    """Has the kernel write back what was written while the rest is made."""
+class _Writer:
+    """Writes in a thread of its own, in the order given, and has the kernel write back while the rest is made."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
-        self._synced = 0
-        self._busy: threading.Thread | None = None
+        self._todo: queue.SimpleQueue[tuple[Sequence[Block], int] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._left = 0  # bytes not yet written
+        self._unsynced = 0
         self._error: OSError | None = None
+        self._sync = ThreadPoolExecutor(1, thread_name_prefix="sync")
+        self._syncing: Future[None] | None = None
+        self._thread = threading.Thread(target=self._work, name="write", daemon=True)
+        self._thread.start()
 
-    def wrote(self, position: int) -> None:
-        if position - self._synced >= SYNC_SIZE and (self._busy is None or not self._busy.is_alive()):
-            self.check()
-            self._synced = position
-            self._busy = threading.Thread(target=self._sync, name="sync", daemon=True)
-            self._busy.start()
+    def write(self, parts: Sequence[Block], position: int) -> None:
+        size = sum(map(len, parts))
+        with self._changed:
+            self._changed.wait_for(lambda: self._left < UNWRITTEN_SIZE or self._error is not None)
+            self._check()
+            self._left += size
+        self._todo.put((parts, position))
 
-    def check(self) -> None:
-        """Wait for what is on its way and raise what the kernel said: it says so once only."""
-        self.close()
+    def wait(self) -> None:
+        """Until all is written, as far as the kernel's cache."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._left == 0 or self._error is not None)
+            self._check()
+
+    def close(self) -> None:
+        self._todo.put(None)
+        self._thread.join()
+        self._sync.shutdown(wait=True)
+
+    def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def close(self) -> None:
-        if self._busy is not None:
-            self._busy.join()
+    def _work(self) -> None:
+        while (item := self._todo.get()) is not None:
+            size = sum(map(len, item[0]))
+            error = None
+            if self._error is None:
+                try:
+                    write_all(self._handle, *item)
+                    self._write_back(size)
+                except OSError as found:
+                    error = found
+            with self._changed:
+                self._left -= size
+                self._error = self._error or error
+                self._changed.notify_all()
 
-    def _sync(self) -> None:
-        try:
-            os.fdatasync(self._handle)
-        except OSError as error:
-            self._error = error
+    def _write_back(self, size: int) -> None:
+        self._unsynced += size
+        if self._unsynced < SYNC_SIZE or (self._syncing is not None and not self._syncing.done()):
+            return
+        if self._syncing is not None:
+            self._syncing.result()  # the kernel says once only what went wrong
+        self._unsynced = 0
+        self._syncing = self._sync.submit(os.fdatasync, self._handle)
+
+    def last_sync(self) -> None:
+        """What the background sync under way, if any, comes to."""
+        if self._syncing is not None:
+            self._syncing.result()
 
 
 def write_all(handle: int, parts: Sequence[Block], position: int) -> int:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -82,20 +82,30 @@ class Cache:
             return None  # none, cut, or of another version: as good as none
         return Found(members, data, earlier)
 
-    def keep(self, layers: Sequence[Recorded], out: Path, handle: int, fragments: Sequence[Fragment]) -> None:
-        """Write an index of each layer. A cache that cannot be written is no reason to fail."""
+    def indexes(
+        self, layers: Sequence[Recorded], out: Path, handle: int, fragments: Sequence[Fragment]
+    ) -> dict[Path, bytes]:
+        """What to write of each layer for an output that will get no more changes."""
         status = os.fstat(handle)
         output = [str(out.absolute()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
+        found: dict[Path, bytes] = {}
+        for layer in layers:
+            used = sorted({node.data.fragment for node in layer.nodes if node.data and node.data.fragment >= 0})
+            index = {
+                "output": output,
+                "fragments": {number: fragments[number] for number in used},
+                "members": [_row(node) for node in layer.nodes],
+            }
+            raw = json.dumps(index, separators=(",", ":")).encode()
+            found[self._path(layer.digest)] = zstandard.ZstdCompressor(level=1).compress(raw)
+        return found
+
+    def keep(self, indexes: Mapping[Path, bytes]) -> None:
+        """Write the indexes. A cache that cannot be written is no reason to fail."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for layer in layers:
-                used = sorted({node.data.fragment for node in layer.nodes if node.data and node.data.fragment >= 0})
-                index = {
-                    "output": output,
-                    "fragments": {number: fragments[number] for number in used},
-                    "members": [_row(node) for node in layer.nodes],
-                }
-                self._write(self._path(layer.digest), json.dumps(index, separators=(",", ":")).encode())
+            for path, packed in indexes.items():
+                self._write(path, packed)
             self._evict()
 
     def _path(self, digest: str) -> Path:
@@ -120,11 +130,11 @@ class Cache:
             return None
         return Earlier(known, self._compressor, fragments)
 
-    def _write(self, path: Path, raw: bytes) -> None:
+    def _write(self, path: Path, packed: bytes) -> None:
         handle, name = tempfile.mkstemp(dir=self._folder, prefix=".", suffix=SUFFIX)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(zstandard.ZstdCompressor(level=1).compress(raw))
+                file.write(packed)
             Path(name).replace(path)
         except BaseException:
             Path(name).unlink(missing_ok=True)

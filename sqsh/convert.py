@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,9 +132,13 @@ def _convert(image: Image, out: Path, options: Options, compressor: Compressor, 
             root = final_tree(layers, image, config, options)
             area.finish()
             written = write_tables(handle, area, root, compressor, config.epoch)
+        with ThreadPoolExecutor(1) as background:
+            synced = background.submit(os.fsync, handle)
+            indexes = cache.indexes(layers.recorded, out, handle, area.fragments) if cache is not None else {}
+            synced.result()
         finish()
         if cache is not None:
-            cache.keep(layers.recorded, out, handle, area.fragments)
+            cache.keep(indexes)
     return written, layers.copied
 
 

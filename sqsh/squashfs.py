@@ -69,7 +69,7 @@ def data_start(compressor: Compressor) -> int:
 
 
 def write_tables(handle: int, data: DataArea, root: Inode, compressor: Compressor, mkfs_time: int) -> Written:
-    """Complete the file behind what `data` has written, cut it to its size and sync it."""
+    """Complete the file behind what `data` has written and cut it to its size; it is still to be synced."""
     count = _number(root)
     ids = _Ids()
     xattrs = _Xattrs(compressor)
@@ -109,7 +109,6 @@ def write_tables(handle: int, data: DataArea, root: Inode, compressor: Compresso
     head = superblock + (struct.pack("<H", len(options) | STORED) + options if options else b"")
     write_all(handle, [head], 0)
     os.ftruncate(handle, out.position)
-    os.fsync(handle)
     return Written(out.position, count)
 
 
