@@ -6,7 +6,7 @@ export PROFILE NAME IMAGE REGISTRY KEEP
 
 BUILD = .venv/bin/python build.py
 
-.PHONY: env lock fetch image push sqsh functional verify demo test clean distclean
+.PHONY: env lock fetch image push sqsh functional verify bench demo test clean distclean
 
 env: .venv/.installed
 
@@ -33,6 +33,10 @@ functional: env
 
 verify: env
 	@$(BUILD) verify
+
+# Conversion to squashfs, ours and others' side by side: docs/bench/sqsh.md. BENCH adds options.
+bench: env
+	@.venv/bin/python bench/sqsh.py $(BENCH)
 
 # The whole road on this machine, from nothing; says which system packages it installs.
 demo:

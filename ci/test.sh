@@ -20,7 +20,7 @@ static() {
 }
 
 unit() {
-  "${pytest[@]}" -m 'not sqsh and not image and not road'
+  "${pytest[@]}" -m 'not sqsh and not image and not road and not full'
 }
 
 road() {
@@ -33,7 +33,7 @@ road() {
 
 # The stations with real components and tiny inputs, and some with the road's own.
 stations() {
-  "${pytest[@]}" -m 'sqsh or image'
+  "${pytest[@]}" -m '(sqsh or image) and not full'
 }
 
 # The tests of what runs in the image, in the image.

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from sqsh.convert import Options, convert
 from tests.sqsh.tiny_image import Entry, busybox, write_layout
 
 REPO = Path(__file__).resolve().parents[2]
@@ -61,7 +62,10 @@ start_record(Path({str(folder / "record.json")!r}), image)
 @pytest.fixture
 def kit(tmp_path: Path) -> Kit:
     root = tmp_path / "kit copy"
-    shutil.copytree(REPO / "kit", root / "kit", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("kit", "sqsh"):
+        shutil.copytree(
+            REPO / package, root / package, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+        )
     shutil.copy(REPO / "build.py", root)
     return Kit(root)
 
@@ -75,14 +79,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def convert_layout(layout: Path, out: Path) -> Path:
-    from kit.oci import find_image
-    from kit.sqsh import convert
-
-    work = out.with_suffix(".work")
-    work.mkdir()
-    convert(find_image(str(layout)), out, "tiny", work)
-    shutil.rmtree(work)
-    return out
+    return convert(str(layout), out, Options(name="tiny")).out
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kit.container_init import image_environment
-from kit.enroot_files import ENVIRONMENT, FSTAB, RC, RC_LOCAL, parse_config, quoted, start_files
-from kit.errors import KitError
+from sqsh.enroot_files import ENVIRONMENT, FSTAB, RC, RC_LOCAL, parse_config, quoted, start_files
+from sqsh.errors import BadImage
 
 pytestmark = pytest.mark.unit
 
@@ -140,7 +140,7 @@ def test_user_is_dropped() -> None:
     "config", [{"Env": ["A=\0"]}, {"WorkingDir": "a\0"}, {"Cmd": "not a list"}, {"Labels": {"a": 1}}]
 )
 def test_a_configuration_that_makes_no_sense_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(KitError, match="configuration cannot be used"):
+    with pytest.raises(BadImage, match="configuration cannot be used"):
         parse_config(json.dumps({"config": config}))
 
 

@@ -71,6 +71,7 @@ def test_same_bytes_from_registry_and_layout(kit: Kit, registry: Registry) -> No
     from_layout = squashfs.read_bytes()
     for reference in (f"some/image@{digest}", "some/image:latest", "some/image"):
         squashfs.unlink()
+        shutil.rmtree(kit.root / ".state/sqsh-cache")
         finished = kit("sqsh", f"{registry.address}/{reference}", "--name", "small", "--json")
         assert finished.returncode == 0, finished.stderr
         assert json.loads(finished.stdout)["source_digest"] == digest
@@ -82,9 +83,8 @@ def test_unknown_image(kit: Kit, registry: Registry) -> None:
     refused(
         kit("sqsh", f"{registry.address}/none:latest"),
         1,
-        "cannot read",
-        "manifest unknown",
-        "see that the registry is up",
+        "answers 404",
+        "see that the image is there",
     )
 
 
@@ -95,7 +95,7 @@ def test_registry_whose_layer_is_damaged(kit: Kit, registry: Registry, tmp_path:
     blobs = [path for path in registry.data.rglob("data") if path.is_file()]
     largest = max(blobs, key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1] + b"?")
-    refused(kit("sqsh", f"{registry.address}/image@{digest}", "--name", "x"), 1, "skopeo copy failed", "igest")
+    refused(kit("sqsh", f"{registry.address}/image@{digest}", "--name", "x"), 1, "sha256:")
     assert not (kit.root / "dist/x/x.sqsh").exists()
 
 
@@ -103,7 +103,7 @@ def test_registry_whose_layer_is_damaged(kit: Kit, registry: Registry, tmp_path:
 @pytest.mark.parametrize(
     ("status", "body", "part"),
     [
-        (401, "{}", "unauthorized"),
+        (401, "{}", "answers 401"),
         (503, "busy", "503 Service Unavailable"),
         (200, json.dumps({"schemaVersion": 2}), "its content is not what was asked for"),
         (200, "<html>", "its content is not what was asked for"),

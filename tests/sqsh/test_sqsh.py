@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from kit.sqsh import _unpacked_size
 from tests.sqsh.conftest import REPO, Kit, convert_layout, refused, running
 from tests.sqsh.tiny_image import Entry, busybox, folder, hardlink, symlink, write_layout
 
@@ -109,7 +108,6 @@ def test_same_bytes_from_another_place_and_with_one_processor(squashfs: Path, tm
     shutil.copytree(squashfs.parent / "oci", tmp_path / "elsewhere")
     script = f"""
 from pathlib import Path
-from kit.sqsh import _unpacked_size
 from tests.sqsh.conftest import convert_layout
 convert_layout(Path({str(tmp_path / "elsewhere")!r}), Path({str(tmp_path / "again.sqsh")!r}))
 """
@@ -126,7 +124,7 @@ def test_station_records_keeps_and_makes_anew(kit: Kit) -> None:
     assert json.loads(first.stdout) == section
     assert section["source_digest"] == digest
     assert section["size"] == squashfs.stat().st_size
-    assert set(section["tools"]) == {"skopeo", "umoci", "mksquashfs"}
+    assert set(section["tools"]) == {"sqsh", "compressor"}
 
     made = squashfs.stat().st_mtime_ns
     again = kit("sqsh", "--name", "small")
@@ -158,20 +156,6 @@ def leftovers(kit: Kit) -> list[str]:
     return [path.name for path in (kit.root / "dist").glob("*/.*")]
 
 
-@pytest.mark.parametrize("size", [0, 1, 1000, 5_000_000])
-@pytest.mark.parametrize("level", [0, 9])
-def test_unpacked_size_of_a_layer_is_never_overrated(tmp_path: Path, size: int, level: int) -> None:
-    (tmp_path / "layer").write_bytes(gzip.compress(os.urandom(size), level))
-    assert _unpacked_size(tmp_path / "layer") == size
-
-
-def test_unpacked_size_counts_past_four_gigabytes(tmp_path: Path) -> None:
-    with (tmp_path / "layer").open("wb") as file:
-        file.seek(9 * 2**30)  # a hole, in place of as many compressed bytes
-        file.write((123).to_bytes(4, "little"))
-    assert _unpacked_size(tmp_path / "layer") == 123 + 3 * 2**32
-
-
 @pytest.mark.faults
 class TestBadDays:
     def test_no_image(self, kit: Kit) -> None:
@@ -186,7 +170,7 @@ class TestBadDays:
         refused(kit("sqsh", tmp_path / "oci", "--name", "small"), 2, "but release 'small' is sha256:", "--name")
 
     def test_registry_down(self, kit: Kit) -> None:
-        refused(kit("sqsh", f"127.0.0.1:9/x@sha256:{'0' * 64}"), 1, "connection refused", "see that the registry is up")
+        refused(kit("sqsh", f"127.0.0.1:9/x@sha256:{'0' * 64}"), 1, "Connection refused", "see that the registry is up")
 
     @pytest.mark.parametrize("damage", ["truncated", "changed", "missing"])
     def test_damaged_layer(self, kit: Kit, damage: str) -> None:
@@ -199,31 +183,31 @@ class TestBadDays:
             layer.write_bytes(layer.read_bytes()[:-1000])
         else:
             layer.write_bytes(gzip.compress(gzip.decompress(layer.read_bytes()) + bytes(512)))
-        refused(kit("sqsh", "--name", "small"), 1, "skopeo copy failed")
+        refused(kit("sqsh", "--name", "small"), 1, "sha256")
         assert leftovers(kit) == []
         assert not (kit.root / "dist/small/small.sqsh").exists()
 
-    @pytest.mark.parametrize("megabytes", [22, 40])  # too many to unpack, and to copy
-    def test_disk_full_leaves_the_earlier_squashfs(self, kit: Kit, small_disk: Path, megabytes: int) -> None:
+    def test_disk_full_leaves_the_earlier_squashfs(self, kit: Kit, small_disk: Path) -> None:
         kit.release("small", [busybox()])
         assert kit("sqsh", "--name", "small").returncode == 0
         kept = (kit.root / "dist/small/small.sqsh").read_bytes()
         for path in (kit.root / "dist/small/record.json", kit.root / "dist/small/oci"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        kit.release("small", [[*busybox(), *noise(megabytes)]])
+        kit.release("small", [[*busybox(), *noise(40)]])
         refused(kit("sqsh", "--name", "small"), 1, "no space left on device for", "make room")
         assert (kit.root / "dist/small/small.sqsh").read_bytes() == kept
         assert leftovers(kit) == []
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    @pytest.mark.parametrize("after", ["Copy and check", "Unpack the layers", "Compress"])
-    def test_interrupted_at_a_step(self, kit: Kit, after: str, number: signal.Signals) -> None:
+    @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.2])
+    def test_interrupted(self, kit: Kit, after_s: float, number: signal.Signals) -> None:
         kit.release("big", [[*busybox(), *noise(60)]])
         process = kit.start("sqsh", "--name", "big")
         assert process.stderr is not None
         for line in process.stderr:
-            if after in line:
+            if "Convert" in line:
                 break
+        time.sleep(after_s)
         process.send_signal(number)
         rest = process.communicate(timeout=30)[1]
         assert process.returncode == 1
@@ -237,8 +221,10 @@ class TestBadDays:
         process = kit.start("sqsh", "--name", "big")
         assert process.stderr is not None
         for line in process.stderr:
-            if "Unpack" in line:
+            if "Convert" in line:
                 break
+        while not leftovers(kit):
+            time.sleep(0.001)
         process.kill()
         process.communicate()
         wait_until_quiet(kit.root)
@@ -251,7 +237,9 @@ class TestBadDays:
         process = kit.start("sqsh", "--name", "big")
         assert process.stderr is not None
         process.stderr.readline()
+        process.send_signal(signal.SIGSTOP)
         refused(kit("sqsh", "--name", "big"), 1, "another 'sqsh-big' is running here", str(process.pid))
+        process.send_signal(signal.SIGCONT)
         process.communicate()
         assert process.returncode == 0
 

@@ -15,9 +15,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from kit.container_init import REFERENCE, VARIABLE
-from kit.errors import KitError
+from sqsh.errors import BadImage
 
+VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+REFERENCE = rf"\$\{{({VARIABLE})\}}"  # what enroot replaces by the caller's variable
 RC = "etc/rc"
 RC_LOCAL = "etc/rc.local"
 ENVIRONMENT = "etc/environment"
@@ -76,7 +77,7 @@ def parse_config(text: str | bytes) -> ImageConfig:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise KitError(
+        raise BadImage(
             f"the image's configuration cannot be used ({where}: {first['msg']})", "rebuild the image"
         ) from None
 

@@ -1,0 +1,7 @@
+"""`python -m sqsh`."""
+
+import sys
+
+from sqsh.cli import main
+
+sys.exit(main())

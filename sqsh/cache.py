@@ -1,0 +1,191 @@
+"""What earlier outputs can spare a conversion: for each layer, its entries and where an output has their content.
+
+One file a layer and set of options, replaced as a whole, so that two conversions at once and a crash do no harm. It
+names the output by path, inode, size and time of change, and holds a check sum of every block: what no longer fits is
+not used. Nothing of an output itself is kept here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import zstandard
+
+from sqsh.blocks import Earlier, FileData, Fragment
+from sqsh.compress import Compressor
+from sqsh.tar import FILE, Member
+from sqsh.tree import Node
+
+FORMAT = 1
+SUFFIX = ".index"
+MAX_INDEX = 1 << 30  # unpacked
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A layer as it was taken in."""
+
+    digest: str
+    nodes: Sequence[Node]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layer's entries, the content of its files by their number (None: not in the output), and the output."""
+
+    members: list[Member]
+    data: list[FileData | None]
+    earlier: Earlier
+
+
+class Cache:
+    """Indexes in `folder`, of which the least used go when they take more than `limit` bytes."""
+
+    def __init__(self, folder: Path, limit: int, compressor: Compressor) -> None:
+        self._folder = folder
+        self._limit = limit
+        self._compressor = compressor
+        self._handles: dict[tuple[int, int], int] = {}
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles.clear()
+
+    def find(self, digest: str) -> Found | None:
+        path = self._path(digest)
+        try:
+            packed = path.read_bytes()
+            raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=MAX_INDEX)
+            index = json.loads(raw)
+            earlier = self._earlier(index)
+            if earlier is None:
+                return None
+            members = [_member(row) for row in index["members"]]
+            data = [_data(row[-1]) for row in index["members"]]
+            os.utime(path)
+        except (OSError, ValueError, KeyError, TypeError, IndexError, zstandard.ZstdError):
+            return None  # none, cut, or of another version: as good as none
+        return Found(members, data, earlier)
+
+    def keep(self, layers: Sequence[Recorded], out: Path, handle: int, fragments: Sequence[Fragment]) -> None:
+        """Write an index of each layer. A cache that cannot be written is no reason to fail."""
+        status = os.fstat(handle)
+        output = [str(out.absolute()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for layer in layers:
+                used = sorted({node.data.fragment for node in layer.nodes if node.data and node.data.fragment >= 0})
+                index = {
+                    "output": output,
+                    "fragments": {number: fragments[number] for number in used},
+                    "members": [_row(node) for node in layer.nodes],
+                }
+                self._write(self._path(layer.digest), json.dumps(index, separators=(",", ":")).encode())
+            self._evict()
+
+    def _path(self, digest: str) -> Path:
+        words = f"{FORMAT} {digest} {self._compressor.name} {self._compressor.level} {self._compressor.version}"
+        key = hashlib.sha256(f"{words} {self._compressor.block_size}".encode()).hexdigest()
+        return self._folder / f"{key[:32]}{SUFFIX}"
+
+    def _earlier(self, index: dict[str, Any]) -> Earlier | None:
+        """The output that an index speaks of, open as long as this is, if it is still the same."""
+        path, device, inode, size, changed = index["output"]
+        same = (device, inode, size, changed)
+        fragments = {int(number): Fragment(*words) for number, words in index["fragments"].items()}
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        status = os.fstat(handle)
+        known = self._handles.setdefault((status.st_dev, status.st_ino), handle)
+        if known != handle:
+            os.close(handle)
+        if (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) != same:
+            return None
+        return Earlier(known, self._compressor, fragments)
+
+    def _write(self, path: Path, raw: bytes) -> None:
+        handle, name = tempfile.mkstemp(dir=self._folder, prefix=".", suffix=SUFFIX)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(zstandard.ZstdCompressor(level=1).compress(raw))
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    def _evict(self) -> None:
+        found = []
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):  # another conversion may be at this too
+                status = path.stat()
+                found.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= self._limit:
+                return
+            path.unlink(missing_ok=True)
+            total -= size
+
+
+def _row(node: Node) -> list[Any]:
+    """One entry as JSON holds it; bytes as latin-1."""
+    member, data = node.member, node.data
+    place: Any = None
+    if member.kind == FILE and data is not None:
+        place = [data.size, data.fragment, data.offset, data.key.hex(), data.start, data.sizes, data.sums, data.sparse]
+    return [
+        "/".join(part.decode("latin-1") for part in member.path),
+        member.kind,
+        member.mode,
+        member.uid,
+        member.gid,
+        member.mtime,
+        member.size,
+        member.link.decode("latin-1"),
+        "/".join(part.decode("latin-1") for part in member.target),
+        member.device,
+        [[key.decode("latin-1"), value.decode("latin-1")] for key, value in member.xattrs],
+        place,
+    ]
+
+
+def _member(row: list[Any]) -> Member:
+    path, kind, mode, uid, gid, mtime, size, link, target, device, xattrs, _ = row
+    member = Member(_split(path), kind, mode, uid, gid, mtime)
+    member.size = size
+    member.link = link.encode("latin-1")
+    member.target = _split(target)
+    member.device = (device[0], device[1])
+    member.xattrs = tuple((key.encode("latin-1"), value.encode("latin-1")) for key, value in xattrs)
+    return member
+
+
+def _split(path: str) -> tuple[bytes, ...]:
+    return tuple(path.encode("latin-1").split(b"/")) if path else ()
+
+
+def _data(place: list[Any] | None) -> FileData | None:
+    if place is None:
+        return None
+    size, fragment, offset, key, start, sizes, sums, sparse = place
+    data = FileData(size)
+    data.fragment, data.offset, data.key = fragment, offset, bytes.fromhex(key)
+    data.start, data.sizes, data.sums, data.sparse = start, sizes, sums, sparse
+    return data

@@ -1,0 +1,321 @@
+"""An image to a squashfs in one pass: layers top-down, merged, cut into blocks, compressed on all cores."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import gc
+import glob
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from sqsh import __version__
+from sqsh.blocks import Block, Changed, DataArea, Earlier, FileData
+from sqsh.cache import Cache, Found, Recorded
+from sqsh.compress import Compressor
+from sqsh.contract import StartedTree, inode_tree
+from sqsh.enroot_files import ImageConfig, parse_config, start_files
+from sqsh.errors import BadImage, SqshError, UsageError
+from sqsh.image import Image, find_image
+from sqsh.squashfs import Inode, Written, data_start, write_tables
+from sqsh.stream import Blob, LayerStream, Limits
+from sqsh.tar import TarReader
+from sqsh.tree import Layer, Node, Tree
+
+IMAGE_JSON = "opt/release/image.json"
+BLOCK_SIZES = [1 << bits for bits in range(12, 21)]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the bytes depend on, beside the image: the first six. The rest is how to get there."""
+
+    compressor: str = "zstd"
+    level: int | None = None
+    block_size: int = 1 << 17
+    keep_owner: bool = False  # the image's owners instead of root
+    plain: bool = False  # the image's tree as it is: no start files, modes and /dev kept
+    name: str = ""  # stated in image.json
+    platform: str = ""  # chooses the image in an index, such as linux/arm64
+    processors: int = 0  # 0: all that this process may use
+    cache: Path | None = None  # a folder for indexes of earlier outputs
+    cache_size: int = 1 << 30
+    limits: Limits = field(default_factory=Limits)
+    progress: Callable[[int, int], None] = lambda done, size: None  # packed bytes, from a thread
+    note: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was made. `versions` name what the bytes depend on; `layers_copied` came from an earlier output."""
+
+    out: Path
+    digest: str
+    media_type: str
+    size: int
+    inodes: int
+    layers: int
+    layers_copied: int
+    seconds: float
+    options: Mapping[str, str]
+    versions: Mapping[str, str]
+
+
+def convert(source: str | Image, out: Path, options: Options | None = None) -> Result:
+    """Write the image as a squashfs to `out`, whole or not at all, with no other space on disk.
+
+    Raises BadImage for what is damaged or hostile, UsageError for what makes no sense, SqshError for the rest.
+    """
+    options = options or Options()
+    started = time.monotonic()
+    if options.block_size not in BLOCK_SIZES:
+        raise UsageError(f"no squashfs has blocks of {options.block_size} bytes", "choose 4096 to 1048576, doubling")
+    image = find_image(source, options.platform) if isinstance(source, str) else source
+    compressor = Compressor(options.compressor, options.level, options.block_size)
+    with _quiet_collector():
+        try:
+            written, copied = _convert(image, out, options, compressor, look=True)
+        except Changed:
+            options.note("note: an earlier output has changed: everything is made anew")
+            written, copied = _convert(image, out, options, compressor, look=False)
+    return Result(
+        out=out,
+        digest=image.digest,
+        media_type=image.media_type,
+        size=written.size,
+        inodes=written.inodes,
+        layers=len(image.layers),
+        layers_copied=copied,
+        seconds=time.monotonic() - started,
+        options=stated(options),
+        versions=versions(options),
+    )
+
+
+def stated(options: Options) -> dict[str, str]:
+    """The options that the bytes depend on, as text; the name apart."""
+    compressor = Compressor(options.compressor, options.level, options.block_size)
+    words = {"compressor": compressor.name, "level": str(compressor.level), "block_size": str(options.block_size)}
+    if options.keep_owner:
+        words["owner"] = "kept"
+    if options.plain:
+        words["plain"] = "yes"
+    return words
+
+
+def versions(options: Options) -> dict[str, str]:
+    """What the bytes depend on beside the image and the options."""
+    return {
+        "sqsh": __version__,
+        "compressor": Compressor(options.compressor, options.level, options.block_size).version,
+    }
+
+
+def _convert(image: Image, out: Path, options: Options, compressor: Compressor, look: bool) -> tuple[Written, int]:
+    config = parse_config(image.config)
+    no_cache = contextlib.nullcontext()
+    own_cache = Cache(options.cache, options.cache_size, compressor) if options.cache is not None else no_cache
+    threads = options.processors or len(os.sched_getaffinity(0))
+    with own_cache as cache, _output(out) as (handle, finish):
+        with DataArea(handle, data_start(compressor), compressor, options.block_size, threads) as area:
+            layers = Layers(image, area, options, cache if look else None)
+            root = final_tree(layers, image, config, options)
+            area.finish()
+            written = write_tables(handle, area, root, compressor, config.epoch)
+        finish()
+        if cache is not None:
+            cache.keep(layers.recorded, out, handle, area.fragments)
+    return written, layers.copied
+
+
+def final_tree(layers: Layers, image: Image, config: ImageConfig, options: Options) -> Inode:
+    """The whole tree, its files' content taken in by the layers' area."""
+    tree = layers.read()
+    root = inode_tree(tree.root, config.epoch, keep_owner=options.keep_owner, keep_modes=options.plain)
+    if options.plain:
+        return root
+    started = StartedTree(root, config.epoch, layers.store)
+    added = start_files(config)
+    for warning in added.warnings:
+        options.note(f"note: {warning}")
+    for path, text in {**added.contents, IMAGE_JSON: image_json(image, options.name)}.items():
+        started.write(path, text.encode(errors="surrogateescape"))
+    started.make_folder(config.workdir)
+    started.empty("dev")
+    return root
+
+
+def image_json(image: Image, name: str) -> str:
+    """`/opt/release/image.json`: which image a run inside the squashfs proves."""
+    return json.dumps({"digest": image.digest, "name": name, "media_type": image.media_type}, indent=2) + "\n"
+
+
+class Area(Protocol):
+    """Takes in the content of files."""
+
+    block_size: int
+
+    def add(self, size: int, blocks: Iterable[Block]) -> FileData: ...
+
+    def add_earlier(self, old: FileData, earlier: Earlier) -> FileData: ...
+
+    def end_layer(self) -> None: ...
+
+
+class Layers:
+    """An image's layers on their way into a tree, the top one first. `recorded` is what the cache keeps of them."""
+
+    def __init__(self, image: Image, area: Area, options: Options, cache: Cache | None) -> None:
+        self._image = image
+        self._area = area
+        self._limits = options.limits
+        self._cache = cache
+        self._progress = _Progress(options.progress, image.size)
+        self._tree = Tree()
+        self.recorded: list[Recorded] = []
+        self.copied = 0
+
+    def read(self) -> Tree:
+        for blob in reversed(self._image.layers):
+            layer = self._tree.layer(blob.digest)
+            found = self._cache.find(blob.digest) if self._cache is not None else None
+            nodes = self._stream(blob, layer) if found is None else self._replay(blob, layer, found)
+            self._area.end_layer()
+            self.recorded.append(Recorded(blob.digest, nodes))
+        self._tree.finish()
+        return self._tree
+
+    def store(self, content: bytes) -> FileData:
+        """Content that is in no layer."""
+        size = self._area.block_size
+        return self._area.add(len(content), [content[at : at + size] for at in range(0, len(content), size)])
+
+    def _stream(self, blob: Blob, layer: Layer) -> list[Node]:
+        """Take a layer in from its stream. What hard links need that was passed over takes a second reading."""
+        nodes: list[Node] = []
+        with self._open(blob, self._progress) as reader:
+            for number, member in enumerate(reader.members()):
+                if number >= self._limits.entries:
+                    raise BadImage(
+                        f"the layer {blob.digest} has more than {number} entries", "--max-entries allows more"
+                    )
+                node = Node(member, number)
+                if layer.add(node):
+                    node.data = self._area.add(member.size, reader.data(member, self._area.block_size))
+                nodes.append(node)
+        self._fill(blob, self._tree.add(layer))
+        return nodes
+
+    def _replay(self, blob: Blob, layer: Layer, found: Found) -> list[Node]:
+        """Take a layer in from an earlier output, if that has all that shows, else its content from the layer."""
+        nodes = [Node(member, number) for number, member in enumerate(found.members)]
+        wanted = [node for node in nodes if layer.add(node)]
+        at_once = {id(node) for node in wanted}
+        late = [node for node in self._tree.add(layer) if id(node) not in at_once]
+        if any(found.data[node.number] is None for node in (*wanted, *late)):
+            self._fill(blob, wanted)
+            self._fill(blob, late)
+            return nodes
+        for node in (*wanted, *late):
+            data = found.data[node.number]
+            assert data is not None
+            node.data = self._area.add_earlier(data, found.earlier)
+        self.copied += 1
+        self._progress(blob.size)
+        return nodes
+
+    def _fill(self, blob: Blob, wanted: list[Node]) -> None:
+        """Read a layer for the content of some of its files, in their order."""
+        by_number = {node.number: node for node in wanted}
+        if not by_number:
+            return
+        with self._open(blob, lambda size: None) as reader:
+            for number, member in enumerate(reader.members()):
+                if (node := by_number.get(number)) is not None:
+                    node.data = self._area.add(member.size, reader.data(member, self._area.block_size))
+
+    @contextmanager
+    def _open(self, blob: Blob, progress: Callable[[int], None]) -> Iterator[TarReader]:
+        with LayerStream(blob, self._limits, progress) as stream:
+            yield TarReader(stream, blob.digest)
+
+
+class _Progress:
+    """Adds up what threads report."""
+
+    def __init__(self, report: Callable[[int, int], None], size: int) -> None:
+        self._report = report
+        self._size = size
+        self._done = 0
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        self._report(self._done, self._size)
+
+
+@contextmanager
+def _output(out: Path) -> Iterator[tuple[int, Callable[[], None]]]:
+    """A temporary file beside `out` and the function that puts it in place; without that it is removed.
+
+    It is locked while it is written, so that what a killed conversion has left is told from one at work.
+    """
+    folder = out.absolute().parent
+    prefix, suffix = f".{out.name}.", ".part"
+    for left in folder.glob(f"{glob.escape(prefix)}*{suffix}"):
+        _remove_unlocked(left)
+    try:
+        handle, name = tempfile.mkstemp(suffix, prefix, folder)
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder} ({error.strerror})") from None
+    part = Path(name)
+
+    def finish() -> None:
+        os.fchmod(handle, 0o644)
+        part.replace(out)
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(place)
+        finally:
+            os.close(place)
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield handle, finish
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SqshError(
+                f"no space left on device for {out}", "make room for it; nothing else is written"
+            ) from error
+        raise SqshError(f"{out} could not be written ({error.strerror or error})") from error
+    finally:
+        part.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _remove_unlocked(left: Path) -> None:
+    with contextlib.suppress(OSError), left.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        left.unlink()
+
+
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """Hundreds of thousands of objects that all live to the end are not worth looking through again and again."""
+    was, interval = gc.isenabled(), sys.getswitchinterval()
+    gc.disable()
+    sys.setswitchinterval(0.001)  # a compressor that is done should not wait long for the interpreter
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        if was:
+            gc.enable()

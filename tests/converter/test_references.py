@@ -1,0 +1,118 @@
+"""Which image a text names, who we are to its registry, and what enroot is told."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sqsh.cli import main
+from sqsh.credentials import credentials
+from sqsh.errors import UsageError
+from sqsh.image import find_image
+from sqsh.registry import Reference, parse_reference
+from tests.converter.layers import OCI, Item, write_image
+
+DIGEST = "sha256:" + "a" * 64
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("ubuntu", Reference("registry-1.docker.io", "library/ubuntu", "latest")),
+        ("docker://ubuntu:24.04", Reference("registry-1.docker.io", "library/ubuntu", "24.04")),
+        ("team/image", Reference("registry-1.docker.io", "team/image", "latest")),
+        ("nvcr.io#nvidia/cuda:13", Reference("nvcr.io", "nvidia/cuda", "13")),
+        ("localhost:5000/a/b@" + DIGEST, Reference("localhost:5000", "a/b", DIGEST)),
+        ("127.0.0.1:5000/a:tag@" + DIGEST, Reference("127.0.0.1:5000", "a", DIGEST)),
+    ],
+)
+def test_references(text: str, wanted: Reference) -> None:
+    assert parse_reference(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "A", "a b", "host.io/", "a@sha256:12", "a:b:c", "x.io/a/../b"])
+def test_what_is_no_reference(text: str) -> None:
+    with pytest.raises(UsageError, match="no image reference"):
+        parse_reference(text)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("DOCKER_CONFIG", "ENROOT_CONFIG_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_dockers_logins(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert credentials("a.io") is None
+    helper = home / "docker-credential-test"
+    helper.write_text('#!/bin/sh\n[ "$(cat)" = c.io ] && echo \'{"Username": "u", "Secret": "from helper"}\'\n')
+    helper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{home}:/usr/bin:/bin")
+    (home / ".docker").mkdir()
+    hub = base64.b64encode(b"me:p:w").decode()
+    config = {
+        "auths": {"a.io": {"username": "n", "password": "p"}, "https://index.docker.io/v1/": {"auth": hub}},
+        "credHelpers": {"c.io": "test"},
+    }
+    (home / ".docker/config.json").write_text(json.dumps(config))
+    assert credentials("a.io") == ("n", "p")
+    assert credentials("registry-1.docker.io") == ("me", "p:w")
+    assert credentials("c.io") == ("u", "from helper")
+    assert credentials("d.io") is None
+
+
+def test_enroots_logins(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NGC_KEY", "from environment")
+    folder = home / ".config/enroot"
+    folder.mkdir(parents=True)
+    (folder / ".credentials").write_text("machine nvcr.io login $oauthtoken password $NGC_KEY\n")
+    assert credentials("nvcr.io") == ("$oauthtoken", "from environment")
+
+
+def index_of(root: Path, *platforms: str) -> None:
+    """A layout whose index.json names one index of images, one a platform."""
+    entries: list[dict[str, Any]] = []
+    for name in platforms:
+        write_image(root / name.replace("/", "-"), [[Item(name.encode().replace(b"/", b"-"))]])
+        layout = root / name.replace("/", "-")
+        entry = json.loads((layout / "index.json").read_text())["manifests"][0]
+        system, architecture, *variant = name.split("/")
+        entry["platform"] = {"os": system, "architecture": architecture, **({"variant": variant[0]} if variant else {})}
+        entries.append(entry)
+        (root / "oci/blobs/sha256").mkdir(parents=True, exist_ok=True)
+        for blob in (layout / "blobs/sha256").iterdir():
+            (root / "oci/blobs/sha256" / blob.name).write_bytes(blob.read_bytes())
+    raw = json.dumps({"schemaVersion": 2, "manifests": entries}).encode()
+    digest = hashlib.sha256(raw).hexdigest()
+    (root / "oci/blobs/sha256" / digest).write_bytes(raw)
+    top = {"mediaType": f"{OCI}.index.v1+json", "digest": f"sha256:{digest}", "size": len(raw)}
+    (root / "oci/index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [top]}))
+
+
+def test_the_image_of_a_platform(tmp_path: Path) -> None:
+    index_of(tmp_path, "linux/amd64", "linux/arm64/v8", "linux/arm/v7", "unknown/unknown")
+    found = {
+        name: find_image(str(tmp_path / "oci"), name).digest for name in ("linux/amd64", "linux/arm64", "linux/arm/v7")
+    }
+    assert len(set(found.values())) == 3
+    with pytest.raises(UsageError, match=r"has no image for linux/riscv64.*linux/amd64, linux/arm"):
+        find_image(str(tmp_path / "oci"), "linux/riscv64")
+    with pytest.raises(UsageError, match="is no platform"):
+        find_image(str(tmp_path / "oci"), "amd64")
+
+
+def test_enroot_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--engine", "enroot", f"a.io/team/image@{DIGEST}", str(tmp_path / "out")]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(words) == 2
+    (tmp_path / "enroot").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "enroot").chmod(0o755)
+    assert main(words) == 0
+    assert capfd.readouterr().out == f"import --output {tmp_path / 'out'} docker://a.io#team/image@{DIGEST}\n"
