@@ -207,7 +207,7 @@ def test_enroots_rules(tmp_path: Path) -> None:
         [folder(b"dev"), Item(b"dev/null", type=tarfile.CHRTYPE, device=(1, 3)), folder(b"shut", 0o000)],
         [Item(b"shut/program", b"x", mode=0o4011, owner=12), Item(b"shut/data", b"x", mode=0o000, owner=12)],
     ]
-    write_image(tmp_path / "oci", layers, {"Env": ["A=1"], "WorkingDir": "/work/here"})
+    write_image(tmp_path / "oci", layers, {"Env": ["A=1"], "WorkingDir": "/srv/here"})
     converted(tmp_path / "oci", tmp_path / "image.sqsh", Options())
     found = tree(unsquashed(tmp_path / "image.sqsh", tmp_path / "out"))
     assert found[b"shut"][:2] == ("0o40700", 0)
