@@ -215,7 +215,7 @@ def test_enroots_rules(tmp_path: Path) -> None:
     assert found[b"shut/data"][:2] == ("0o100400", 0)
     assert b"dev" in found
     assert b"dev/null" not in found
-    assert b"work/here" in found
+    assert b"srv/here" in found
     assert (tmp_path / "out/etc/environment").read_text() == "A=1\n"
     assert {"rc", "rc.local", "fstab"} <= {path.name for path in (tmp_path / "out/etc").iterdir()}
 
