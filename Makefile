@@ -6,7 +6,7 @@ export PROFILE NAME IMAGE REGISTRY KEEP
 
 BUILD = .venv/bin/python build.py
 
-.PHONY: env lock fetch image push sqsh functional verify bench demo test clean distclean
+.PHONY: env lock fetch image push sqsh functional verify bench demo test test-full clean distclean
 
 env: .venv/.installed
 
@@ -50,3 +50,6 @@ distclean: env
 
 test: env
 	@ci/test.sh $(PARTS)
+
+test-full: env
+	@ci/test.sh static unit road stations inside faults full

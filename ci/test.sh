@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # What `make test` runs, part by part, with the minutes that each took and may take.
 #
-#   ci/test.sh               every part, up to the first that fails
+#   ci/test.sh               every part but `full`, up to the first that fails
 #   ci/test.sh static unit   these parts
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 all=(static unit road stations inside faults)
-declare -A budget=([static]=2 [unit]=3 [road]=25 [stations]=5 [inside]=10 [faults]=25)
+declare -A budget=([static]=2 [unit]=3 [road]=25 [stations]=5 [inside]=10 [faults]=25 [full]=40)
 build=(.venv/bin/python build.py)
 pytest=(env -u KEEP .venv/bin/python -m pytest -q --ignore tests/engine --ignore tests/faults --ignore tests/runtime --ignore tests/suite_math)
 summary=()
@@ -34,6 +34,11 @@ road() {
 # The stations with real components and tiny inputs, and some with the road's own.
 stations() {
   "${pytest[@]}" -m '(sqsh or image) and not full'
+}
+
+# Longer matrices: `make test-full` alone runs them.
+full() {
+  "${pytest[@]}" -m full
 }
 
 # The tests of what runs in the image, in the image.

@@ -207,7 +207,7 @@ def test_enroots_rules(tmp_path: Path) -> None:
         [folder(b"dev"), Item(b"dev/null", type=tarfile.CHRTYPE, device=(1, 3)), folder(b"shut", 0o000)],
         [Item(b"shut/program", b"x", mode=0o4011, owner=12), Item(b"shut/data", b"x", mode=0o000, owner=12)],
     ]
-    write_image(tmp_path / "oci", layers, {"Env": ["A=1"], "WorkingDir": "/work/here"})
+    write_image(tmp_path / "oci", layers, {"Env": ["A=1"], "WorkingDir": "/srv/here"})
     converted(tmp_path / "oci", tmp_path / "image.sqsh", Options())
     found = tree(unsquashed(tmp_path / "image.sqsh", tmp_path / "out"))
     assert found[b"shut"][:2] == ("0o40700", 0)
@@ -215,7 +215,7 @@ def test_enroots_rules(tmp_path: Path) -> None:
     assert found[b"shut/data"][:2] == ("0o100400", 0)
     assert b"dev" in found
     assert b"dev/null" not in found
-    assert b"work/here" in found
+    assert b"srv/here" in found
     assert (tmp_path / "out/etc/environment").read_text() == "A=1\n"
     assert {"rc", "rc.local", "fstab"} <= {path.name for path in (tmp_path / "out/etc").iterdir()}
 
