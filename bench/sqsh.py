@@ -274,8 +274,9 @@ def table(rows: list[Row], about: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
+        way = row.way.replace("|", "into")
         lines.append(
-            f"| {row.way} | {row.wall_s:.1f} | {row.cpu_s:.1f} | {row.memory / 1e6:.0f} | {row.disk / gb:.2f} | "
+            f"| {way} | {row.wall_s:.1f} | {row.cpu_s:.1f} | {row.memory / 1e6:.0f} | {row.disk / gb:.2f} | "
             f"{row.size / gb:.3f} | {row.load:.1f} |"
         )
     found = {row.way: row for row in rows}
