@@ -2,7 +2,7 @@
 
     ./build.py run --name cuda-trixie --mount "$PWD/ci:/ci:ro" -- /opt/dynamo_venv/bin/python /ci/parse-argv.py
 
-vLLM asks its platform for defaults while it builds the parser and finds none without a driver, so the CPU one stands in.
+vLLM asks its platform for defaults while it builds the parser, and finds none without a driver: the CPU one stands in.
 """
 
 import json
@@ -17,7 +17,7 @@ ARGUMENTS = """
 --weight-transfer-config {"backend":"nccl"} --max-model-len 128 --dtype bfloat16 --enforce-eager --max-num-seqs 8
 --endpoint-types chat,completions --worker-extension-cls functional.engine.extension.WorkerExtension
 --kv-events-config {"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://127.0.0.1:5557"}
-""".split()
+"""
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -38,7 +38,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
-        config = parse_args(["--model", folder, *ARGUMENTS])
+        config = parse_args(["--model", folder, *ARGUMENTS.split()])
     transfer = config.engine_args.weight_transfer_config
     print(f"parsed: enable_rl {config.enable_rl}, endpoints {config.endpoint_types}, {transfer}")
 
