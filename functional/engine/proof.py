@@ -67,13 +67,8 @@ def differences(expected: Mapping[str, TensorProof], seen: Mapping[str, TensorPr
     return lines
 
 
-def require_equal(expected: Mapping[str, TensorProof], seen: Mapping[str, TensorProof]) -> None:
-    """Raises ValueError naming the first tensors that differ, and how many do."""
-    refuse(differences(expected, seen), len(expected))
-
-
 def refuse(problems: Sequence[str], total: int) -> None:
-    """Raises ValueError when there are problems."""
+    """Raises ValueError naming the first problems, and how many there are; nothing when there are none."""
     if problems:
         more = len(problems) - _NAMED_AT_MOST
         shown = "; ".join(problems[:_NAMED_AT_MOST]) + (f"; and {more} more" if more > 0 else "")

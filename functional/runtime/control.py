@@ -29,6 +29,7 @@ class WorkerControl:
     def __init__(self, index: int, url: str, timeout_s: float) -> None:
         self.index = index
         self.url = url
+        self._timeout_s = timeout_s
         self._client = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
 
     def call(self, route: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> dict[str, Any]:
@@ -36,8 +37,8 @@ class WorkerControl:
         in time, ControlError on any other failure."""
         what = f"worker {self.index}: {route}" + (f" ({body['engine_rpc']})" if body and "engine_rpc" in body else "")
         try:
-            options = {} if timeout_s is None else {"timeout": timeout_s}
-            response = self._client.post(f"/engine/{route}", json=body or {}, **options)  # type: ignore[arg-type]
+            deadline_s = self._timeout_s if timeout_s is None else timeout_s
+            response = self._client.post(f"/engine/{route}", json=body or {}, timeout=deadline_s)
             answer = response.json()
         except httpx.TimeoutException as error:
             raise WorkerLostError(self.index, f"{what}: no answer within the deadline") from error

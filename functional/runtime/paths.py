@@ -1,7 +1,6 @@
 """Where the programs of an image live; every path has an environment override, so plain environments work too."""
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +50,3 @@ def functional_home() -> Path:
     """Project folder that holds the recipes."""
     default = "/opt/functional" if Path("/opt/functional/recipes").is_dir() else str(Path(__file__).parents[1])
     return Path(os.environ.get("FUNCTIONAL_HOME", default))
-
-
-def trainer_python() -> Path:
-    """The interpreter this code runs in."""
-    return Path(sys.executable)

@@ -69,11 +69,6 @@ def advantages(
     return torch.where(deviation > 0, centred / (deviation + eps), centred)
 
 
-def all_zero(advantage: Tensor) -> bool:
-    """True when no sample has an advantage, so that the step would teach nothing."""
-    return not bool(torch.any(advantage != 0))
-
-
 def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
     """Sum of the values where the mask is true over `count` (default: how many are true; at least 1). -> scalar."""
     total = torch.where(mask, values, torch.zeros_like(values)).sum()

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -344,7 +344,3 @@ def cpu_threads(count: int) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict)
-
-
-def summary_json(summary: ModelSummary) -> str:
-    return json.dumps(asdict(summary), indent=2)

@@ -32,7 +32,9 @@ def push(reference: str) -> PushSection:
 
 
 def test_the_published_schema_is_that_of_the_models() -> None:
-    assert SCHEMA_FILE.read_text() == json_schema(), "write it anew: ./build.py schema"
+    assert SCHEMA_FILE.read_text() == json_schema(), (
+        f"{SCHEMA_FILE.name} is not what the models say: write json_schema() to it"
+    )
 
 
 def test_sections_are_added_and_never_overwritten_unasked(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import torch
 from functional.suite.grpo import (
     LossConfig,
     advantages,
-    all_zero,
     batch_mean,
     clipped_loss,
     importance_weight,
@@ -58,12 +57,12 @@ def test_groups_do_not_mix():
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1])
 def test_equal_rewards_give_exactly_zero(value):
     for one_out in (False, True):
-        assert all_zero(advantages(torch.full((3, 7), value), use_leave_one_out_baseline=one_out))
+        assert not advantages(torch.full((3, 7), value), use_leave_one_out_baseline=one_out).any()
 
 
 def test_a_group_of_one_gets_zero():
-    assert all_zero(advantages(torch.tensor([[1.0], [0.0]])))
-    assert not all_zero(advantages(row(1, 0)))
+    assert not advantages(torch.tensor([[1.0], [0.0]])).any()
+    assert advantages(row(1, 0)).any()
 
 
 def test_advantages_want_groups():
