@@ -6,6 +6,7 @@ however many threads made them. A file whose blocks equal an earlier file's is s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import queue
@@ -18,18 +19,17 @@ from typing import NamedTuple
 
 from isal import isal_zlib
 
-from sqsh.compress import Compressor
+from sqsh.compress import Block, Compressor
 
 RAW = 1 << 24  # a block's size with this bit: stored as it is
 JOB_SIZE = 1 << 20  # bytes that one job compresses, at least a block
-PENDING_SIZE = 48 << 20  # bytes waiting for a compressor
+PENDING_SIZE = 128 << 20  # bytes waiting for a compressor
 UNWRITTEN_SIZE = 32 << 20  # bytes waiting for the disk
+COPY_SIZE = 1 << 19  # bytes of an earlier output copied at once, at least a block
 SYNC_SIZE = 128 << 20  # write back in the background after so many bytes, so that the last sync has little to do
 # A fragment ends when it is full, or after a file whose hash begins with a byte below this. So a file that comes or
 # goes changes the fragments near it, not all that follow, and the others can be copied from an earlier output.
 CUT_BELOW = 6
-
-Block = bytes | memoryview
 
 
 class FileData:
@@ -71,23 +71,41 @@ class Earlier:
         self._compressor = compressor
         self._last: tuple[int, bytes] = (-1, b"")
 
-    def packed_fragment(self, number: int) -> bytes:
-        old = self.fragments[number]
-        data = os.pread(self.handle, old.word & (RAW - 1), old.start)
-        if isal_zlib.crc32(data) != old.sum:
-            raise Changed
-        return data
-
     def fragment(self, number: int) -> bytes:
+        """A fragment's content."""
         if self._last[0] != number:
-            data = self.packed_fragment(number)
-            raw = self.fragments[number].word & RAW
-            self._last = (number, data if raw else self._compressor.unpack(data))
+            old = self.fragments[number]
+            data = os.pread(self.handle, old.word & (RAW - 1), old.start)
+            if isal_zlib.crc32(data) != old.sum:
+                raise Changed
+            self._last = (number, data if old.word & RAW else self._compressor.unpack(data))
         return self._last[1]
 
 
 class Changed(Exception):  # noqa: N818
     """An earlier output is no longer what the index says."""
+
+
+class _Run:
+    """Blocks in a row in an earlier output, on their way to `position`."""
+
+    __slots__ = ("handle", "position", "size", "sizes", "start", "sums")
+
+    def __init__(self, handle: int, start: int, position: int) -> None:
+        self.handle = handle
+        self.start = start
+        self.position = position
+        self.size = 0
+        self.sizes: list[int] = []
+        self.sums: list[int] = []
+
+    def goes_on(self, handle: int, start: int, position: int) -> bool:
+        return (handle, start, position) == (self.handle, self.start + self.size, self.position + self.size)
+
+    def add(self, size: int, total: int) -> None:
+        self.size += size
+        self.sizes.append(size)
+        self.sums.append(total)
 
 
 class _Piece:
@@ -115,7 +133,7 @@ class DataArea:
         self.block_size = block_size
         self._handle = handle
         self._compressor = compressor
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compress")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compress", initializer=_give_way)
         self._jobs: deque[tuple[Callable[[Packed], None], Future[Packed], int]] = deque()
         self._pending = 0
         self._pieces: list[_Piece] = []
@@ -124,7 +142,7 @@ class DataArea:
         self._small: dict[bytes, FileData] = {}
         self._large: dict[tuple[int, int, int], list[FileData]] = {}
         self._writer = _Writer(handle)
-        self._zero_sums: dict[int, int] = {}
+        self._run: _Run | None = None
 
     def __enter__(self) -> DataArea:
         return self
@@ -163,18 +181,7 @@ class DataArea:
         if old.fragment >= 0:
             return self._pack(old.size, old.key, _Piece(old.size, None, earlier, old.fragment, old.offset))
         data = FileData(old.size)
-        at = old.start
-        first = 0
-        while first < len(old.sizes):
-            last, length = first, 0
-            while last < len(old.sizes) and length < JOB_SIZE:
-                length += old.sizes[last] & (RAW - 1)
-                last += 1
-            sizes, sums = old.sizes[first:last], old.sums[first:last]
-            self._submit(lambda packed: self._append(data, packed), length, _copy, earlier, at, sizes, sums)
-            at += length
-            first = last
-        self._then(lambda _: self._finish(data))
+        self._then(lambda _: self._copy_file(data, old, earlier))
         return data
 
     def end_layer(self) -> None:
@@ -182,12 +189,16 @@ class DataArea:
         self._flush()
 
     def finish(self) -> None:
-        """Write out whatever is still on its way."""
+        """Nothing more comes: `position` and all places are final, but what lies there may still be on its way."""
         self._flush()
         while self._jobs:
             self._take_one()
+        self._flush_run()
+        self._writer.finish()
+
+    def settle(self) -> None:
+        """After `finish`: wait until everything is written and synced."""
         self._writer.wait()
-        self._writer.last_sync()
 
     def _add_small(self, content: bytes) -> FileData:
         key = hashlib.sha256(content).digest()
@@ -218,13 +229,10 @@ class DataArea:
         if (whole := _whole_fragment(pieces)) is not None:
             earlier, number = whole
             if earlier.fragments[number].size == size:
-                self._submit(self._appender(size), size, _copy_fragment, earlier, number)
+                self._then(lambda _: self._copy_fragment(earlier, number))
                 return
         content = b"".join([_content(piece) for piece in pieces])
-        self._submit(self._appender(size), size, self._pack_blocks, [content], False)
-
-    def _appender(self, size: int) -> Callable[[Packed], None]:
-        return lambda packed: self._append_fragment(packed, size)
+        self._submit(lambda packed: self._append_fragment(packed, size), size, self._pack_blocks, [content], False)
 
     def _compress(self, data: FileData, batch: list[Block], held: int) -> None:
         self._submit(lambda packed: self._append(data, packed), held, self._pack_blocks, batch, True)
@@ -234,39 +242,35 @@ class DataArea:
         sizes: list[int] = []
         sums: list[int] = []
         stored: list[Block] = []
-        pack = self._compressor.packer()
-        for block in blocks:
-            if holes and isal_zlib.crc32(block) == self._zero_sum(len(block)) and _is_zero(block):
+        for block, packed in zip(blocks, self._compressor.pack(blocks), strict=True):
+            if holes and len(packed) <= max(96, len(block) >> 8) and _is_zero(block):
                 sizes.append(0)
                 sums.append(0)
                 continue
-            packed = pack(block)
-            if len(packed) < len(block):
-                sizes.append(len(packed))
-            else:
-                packed = bytes(block)
-                sizes.append(len(block) | RAW)
-            sums.append(isal_zlib.crc32(packed))
-            stored.append(packed)
+            smaller = len(packed) < len(block)
+            kept = packed if smaller else block
+            sizes.append(len(kept) if smaller else len(kept) | RAW)
+            sums.append(isal_zlib.crc32(kept))
+            stored.append(kept)
         return sizes, sums, stored
-
-    def _zero_sum(self, size: int) -> int:
-        if size not in self._zero_sums:
-            self._zero_sums[size] = isal_zlib.crc32(bytes(size))
-        return self._zero_sums[size]
 
     def _submit(self, done: Callable[[Packed], None], size: int, work: Callable[..., Packed], *words: object) -> None:
         while self._pending > PENDING_SIZE:
             self._take_one()
         self._pending += size
         self._jobs.append((done, self._pool.submit(work, *words), size))
-        while self._jobs and self._jobs[0][1].done():
-            self._take_one()
+        self._take_ready()
 
     def _then(self, done: Callable[[Packed], None]) -> None:
+        """Once all before is written; at once if it is."""
         ready: Future[Packed] = Future()
         ready.set_result(([], [], []))
         self._jobs.append((done, ready, 0))
+        self._take_ready()
+
+    def _take_ready(self) -> None:
+        while self._jobs and self._jobs[0][1].done():
+            self._take_one()
 
     def _take_one(self) -> None:
         done, future, size = self._jobs.popleft()
@@ -291,6 +295,35 @@ class DataArea:
         self.fragments.append(Fragment(self.position, sizes[0], sums[0], size))
         self._write(stored)
 
+    def _copy_file(self, data: FileData, old: FileData, earlier: Earlier) -> None:
+        data.sizes, data.sums, data.sparse = old.sizes, old.sums, old.sparse
+        data.start = self.position
+        at = old.start
+        for word, total in zip(old.sizes, old.sums, strict=True):
+            self._copy(earlier.handle, at, word & (RAW - 1), total)
+            at += word & (RAW - 1)
+        self._finish(data)
+
+    def _copy_fragment(self, earlier: Earlier, number: int) -> None:
+        old = earlier.fragments[number]
+        self.fragments.append(Fragment(self.position, old.word, old.sum, old.size))
+        self._copy(earlier.handle, old.start, old.word & (RAW - 1), old.sum)
+
+    def _copy(self, handle: int, start: int, size: int, total: int) -> None:
+        """Blocks of an earlier output that follow one another go to the writer together."""
+        if size == 0:
+            return
+        if self._run is None or self._run.size >= JOB_SIZE or not self._run.goes_on(handle, start, self.position):
+            self._flush_run()
+            self._run = _Run(handle, start, self.position)
+        self._run.add(size, total)
+        self.position += size
+
+    def _flush_run(self) -> None:
+        if self._run is not None:
+            self._writer.copy(self._run)
+            self._run = None
+
     def _finish(self, data: FileData) -> None:
         """The file is written: if an earlier one has the very same blocks, take it back."""
         stored = data.stored
@@ -306,6 +339,7 @@ class DataArea:
         twins.append(data)
 
     def _same(self, one: int, other: int, size: int) -> bool:
+        self._flush_run()
         self._writer.wait()
         for at in range(0, size, JOB_SIZE):
             count = min(JOB_SIZE, size - at)
@@ -314,6 +348,7 @@ class DataArea:
         return True
 
     def _write(self, stored: Sequence[Block]) -> None:
+        self._flush_run()
         self._writer.write(stored, self.position)
         self.position += sum(map(len, stored))
 
@@ -323,26 +358,28 @@ class _Writer:
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
-        self._todo: queue.SimpleQueue[tuple[Sequence[Block], int] | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[tuple[Callable[[], int], int] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._left = 0  # bytes not yet written
+        self._left = 0  # things to write
+        self._held = 0  # bytes in memory for them
         self._unsynced = 0
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._sync = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self._syncing: Future[None] | None = None
         self._thread = threading.Thread(target=self._work, name="write", daemon=True)
         self._thread.start()
 
     def write(self, parts: Sequence[Block], position: int) -> None:
-        size = sum(map(len, parts))
-        with self._changed:
-            self._changed.wait_for(lambda: self._left < UNWRITTEN_SIZE or self._error is not None)
-            self._check()
-            self._left += size
-        self._todo.put((parts, position))
+        self._add(lambda: write_all(self._handle, parts, position), sum(map(len, parts)))
+
+    def copy(self, run: _Run) -> None:
+        self._add(lambda: copy_all(self._handle, run), 0)
+
+    def finish(self) -> None:
+        self._add(self._last_sync, 0)
 
     def wait(self) -> None:
-        """Until all is written, as far as the kernel's cache."""
+        """Until all is written, as far as the kernel's cache. Raises what went wrong: OSError, Changed."""
         with self._changed:
             self._changed.wait_for(lambda: self._left == 0 or self._error is not None)
             self._check()
@@ -352,22 +389,30 @@ class _Writer:
         self._thread.join()
         self._sync.shutdown(wait=True)
 
+    def _add(self, work: Callable[[], int], held: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._held < UNWRITTEN_SIZE or self._error is not None)
+            self._check()
+            self._left += 1
+            self._held += held
+        self._todo.put((work, held))
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
     def _work(self) -> None:
         while (item := self._todo.get()) is not None:
-            size = sum(map(len, item[0]))
+            work, held = item
             error = None
             if self._error is None:
                 try:
-                    write_all(self._handle, *item)
-                    self._write_back(size)
-                except OSError as found:
+                    self._write_back(work())
+                except (OSError, Changed) as found:
                     error = found
             with self._changed:
-                self._left -= size
+                self._left -= 1
+                self._held -= held
                 self._error = self._error or error
                 self._changed.notify_all()
 
@@ -380,10 +425,11 @@ class _Writer:
         self._unsynced = 0
         self._syncing = self._sync.submit(os.fdatasync, self._handle)
 
-    def last_sync(self) -> None:
-        """What the background sync under way, if any, comes to."""
+    def _last_sync(self) -> int:
         if self._syncing is not None:
             self._syncing.result()
+        os.fdatasync(self._handle)
+        return 0
 
 
 def write_all(handle: int, parts: Sequence[Block], position: int) -> int:
@@ -398,25 +444,35 @@ def write_all(handle: int, parts: Sequence[Block], position: int) -> int:
     return total
 
 
-def _copy(earlier: Earlier, start: int, sizes: list[int], sums: list[int]) -> Packed:
-    """In a thread: blocks as an earlier output has them, if it still has them."""
-    data = memoryview(os.pread(earlier.handle, sum(size & (RAW - 1) for size in sizes), start))
-    at = 0
-    for word, total in zip(sizes, sums, strict=True):
-        size = word & (RAW - 1)
-        if size and isal_zlib.crc32(data[at : at + size]) != total:
+def copy_all(handle: int, run: _Run) -> int:
+    """Copy blocks as an earlier output has them, if it still has them; the answer is their size.
+
+    Many at a time, since each call may wait for the interpreter: their check sums are combined for it.
+    """
+    at = first = 0
+    while first < len(run.sizes):
+        last, size, total = first, 0, 0
+        while last < len(run.sizes) and size < COPY_SIZE:
+            total = isal_zlib.crc32_combine(total, run.sums[last], run.sizes[last])
+            size += run.sizes[last]
+            last += 1
+        data = os.pread(run.handle, size, run.start + at)
+        if len(data) < size or isal_zlib.crc32(data) != total:
             raise Changed
+        write_all(handle, [data], run.position + at)
         at += size
-    return sizes, sums, [data] if data else []
+        first = last
+    return at
+
+
+def _give_way() -> None:
+    """Compressors have the lower priority, so that what feeds them stays ahead of them."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 2)
 
 
 def _is_zero(block: Block) -> bool:
     return bytes(block).count(0) == len(block)
-
-
-def _copy_fragment(earlier: Earlier, number: int) -> Packed:
-    old = earlier.fragments[number]
-    return [old.word], [old.sum], [earlier.packed_fragment(number)]
 
 
 def _whole_fragment(pieces: list[_Piece]) -> tuple[Earlier, int] | None:

@@ -1,8 +1,8 @@
 """What earlier outputs can spare a conversion: for each layer, its entries and where an output has their content.
 
-One file a layer and set of options, replaced as a whole, so that two conversions at once and a crash do no harm. It
-names the output by path, inode, size and time of change, and holds a check sum of every block: what no longer fits is
-not used. Nothing of an output itself is kept here.
+One file a layer and set of options, replaced as a whole, so that two conversions at once and a crash do no harm. Its
+first line names the output by path, inode, size and time of change, and it holds a check sum of every block: what no
+longer fits is not used. Nothing of an output itself is kept here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sqsh.compress import Compressor
 from sqsh.tar import FILE, Member
 from sqsh.tree import Node
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".index"
 MAX_INDEX = 1 << 30  # unpacked
 
@@ -69,30 +69,25 @@ class Cache:
     def find(self, digest: str) -> Found | None:
         path = self._path(digest)
         try:
-            packed = path.read_bytes()
-            raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=MAX_INDEX)
-            index = json.loads(raw)
-            earlier = self._earlier(index)
-            if earlier is None:
+            output, _, packed = path.read_bytes().partition(b"\n")
+            handle = self._open(*json.loads(output))
+            if handle is None:
                 return None
+            index = json.loads(zstandard.ZstdDecompressor().decompress(packed, max_output_size=MAX_INDEX))
+            fragments = {int(number): Fragment(*words) for number, words in index["fragments"].items()}
             members = [_member(row) for row in index["members"]]
             data = [_data(row[-1]) for row in index["members"]]
             os.utime(path)
         except (OSError, ValueError, KeyError, TypeError, IndexError, zstandard.ZstdError):
             return None  # none, cut, or of another version: as good as none
-        return Found(members, data, earlier)
+        return Found(members, data, Earlier(handle, self._compressor, fragments))
 
-    def indexes(
-        self, layers: Sequence[Recorded], out: Path, handle: int, fragments: Sequence[Fragment]
-    ) -> dict[Path, bytes]:
-        """What to write of each layer for an output that will get no more changes."""
-        status = os.fstat(handle)
-        output = [str(out.absolute()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
+    def indexes(self, layers: Sequence[Recorded], fragments: Sequence[Fragment]) -> dict[Path, bytes]:
+        """What to keep of each layer, as soon as it is known where everything goes."""
         found: dict[Path, bytes] = {}
         for layer in layers:
             used = sorted({node.data.fragment for node in layer.nodes if node.data and node.data.fragment >= 0})
             index = {
-                "output": output,
                 "fragments": {number: fragments[number] for number in used},
                 "members": [_row(node) for node in layer.nodes],
             }
@@ -100,12 +95,16 @@ class Cache:
             found[self._path(layer.digest)] = zstandard.ZstdCompressor(level=1).compress(raw)
         return found
 
-    def keep(self, indexes: Mapping[Path, bytes]) -> None:
-        """Write the indexes. A cache that cannot be written is no reason to fail."""
+    def keep(self, indexes: Mapping[Path, bytes], out: Path, handle: int) -> None:
+        """Write the indexes for an output that will get no more changes. A cache that cannot be written is no reason
+        to fail."""
+        status = os.fstat(handle)
+        words = [str(out.absolute()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
+        output = json.dumps(words).encode() + b"\n"
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for path, packed in indexes.items():
-                self._write(path, packed)
+                self._write(path, output + packed)
             self._evict()
 
     def _path(self, digest: str) -> Path:
@@ -113,11 +112,8 @@ class Cache:
         key = hashlib.sha256(f"{words} {self._compressor.block_size}".encode()).hexdigest()
         return self._folder / f"{key[:32]}{SUFFIX}"
 
-    def _earlier(self, index: dict[str, Any]) -> Earlier | None:
+    def _open(self, path: str, device: int, inode: int, size: int, changed: int) -> int | None:
         """The output that an index speaks of, open as long as this is, if it is still the same."""
-        path, device, inode, size, changed = index["output"]
-        same = (device, inode, size, changed)
-        fragments = {int(number): Fragment(*words) for number, words in index["fragments"].items()}
         try:
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -126,9 +122,8 @@ class Cache:
         known = self._handles.setdefault((status.st_dev, status.st_ino), handle)
         if known != handle:
             os.close(handle)
-        if (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) != same:
-            return None
-        return Earlier(known, self._compressor, fragments)
+        same = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) == (device, inode, size, changed)
+        return known if same else None
 
     def _write(self, path: Path, packed: bytes) -> None:
         handle, name = tempfile.mkstemp(dir=self._folder, prefix=".", suffix=SUFFIX)

@@ -6,11 +6,13 @@ import lzma
 import struct
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import zstandard
 
 from sqsh.errors import UsageError
+
+Block = bytes | memoryview
 
 DEFAULT_LEVEL = {"zstd": 1, "gzip": 6, "xz": 6}
 LEVELS = {"zstd": range(1, 23), "gzip": range(1, 10), "xz": range(0, 10)}
@@ -50,17 +52,16 @@ class Compressor:
             return f"zlib {zlib.ZLIB_RUNTIME_VERSION}"
         return "liblzma"
 
-    def packer(self) -> Callable[[bytes | memoryview], bytes]:
-        """A function for the calling thread alone."""
+    def pack(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Each block compressed. With zstd all of them in one call that leaves the interpreter to other threads."""
         if self.name == "zstd":
             if not hasattr(self._own, "zstd"):
                 self._own.zstd = zstandard.ZstdCompressor(level=self.level)
-            packer: Callable[[bytes | memoryview], bytes] = self._own.zstd.compress
-            return packer
+            return [memoryview(packed) for packed in self._own.zstd.multi_compress_to_buffer(blocks)]
         if self.name == "gzip":
-            return lambda block: zlib.compress(block, self.level)
+            return [zlib.compress(block, self.level) for block in blocks]
         filters = [{"id": lzma.FILTER_LZMA2, "preset": self.level, "dict_size": max(self.block_size, 8192)}]
-        return lambda block: lzma.compress(block, lzma.FORMAT_XZ, lzma.CHECK_CRC32, filters=filters)
+        return [lzma.compress(block, lzma.FORMAT_XZ, lzma.CHECK_CRC32, filters=filters) for block in blocks]
 
     def unpack(self, data: bytes) -> bytes:
         limit = max(self.block_size, 8192)

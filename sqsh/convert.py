@@ -13,16 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from sqsh import __version__
-from sqsh.blocks import Block, Changed, DataArea, Earlier, FileData
+from sqsh.blocks import Changed, DataArea, Earlier, FileData
 from sqsh.cache import Cache, Found, Recorded
-from sqsh.compress import Compressor
+from sqsh.compress import Block, Compressor
 from sqsh.contract import StartedTree, inode_tree
 from sqsh.enroot_files import ImageConfig, parse_config, start_files
 from sqsh.errors import BadImage, SqshError, UsageError
@@ -132,13 +131,12 @@ def _convert(image: Image, out: Path, options: Options, compressor: Compressor, 
             root = final_tree(layers, image, config, options)
             area.finish()
             written = write_tables(handle, area, root, compressor, config.epoch)
-        with ThreadPoolExecutor(1) as background:
-            synced = background.submit(os.fsync, handle)
-            indexes = cache.indexes(layers.recorded, out, handle, area.fragments) if cache is not None else {}
-            synced.result()
+            indexes = cache.indexes(layers.recorded, area.fragments) if cache is not None else {}
+            area.settle()
+        os.fsync(handle)
         finish()
         if cache is not None:
-            cache.keep(indexes)
+            cache.keep(indexes, out, handle)
     return written, layers.copied
 
 

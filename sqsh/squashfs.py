@@ -148,7 +148,7 @@ class _Table:
     """Bytes in compressed blocks of 8 kB."""
 
     def __init__(self, compressor: Compressor) -> None:
-        self._pack = compressor.packer()
+        self._compressor = compressor
         self._filling = bytearray()
         self._blocks: list[bytes] = []
         self.starts: list[int] = []
@@ -175,7 +175,7 @@ class _Table:
         return b"".join(self._blocks)
 
     def _flush(self, block: bytes) -> None:
-        packed = self._pack(block)
+        (packed,) = self._compressor.pack([block])
         if len(packed) >= len(block):
             entry = struct.pack("<H", len(block) | STORED) + block
         else:

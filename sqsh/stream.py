@@ -6,6 +6,7 @@ import hashlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Protocol, cast
@@ -15,9 +16,9 @@ from isal import igzip_lib
 
 from sqsh.errors import BadImage
 
-READ_SIZE = 1 << 18
-CHUNK_SIZE = 1 << 18
-CHUNKS_AHEAD = 64  # times CHUNK_SIZE: what a layer's stream may hold in memory
+READ_SIZE = 1 << 20
+CHUNK_SIZE = 1 << 20
+CHUNKS_AHEAD = 16  # times CHUNK_SIZE: what a layer's stream may hold in memory
 GZIP_MAGIC = b"\x1f\x8b"
 GZIP_ERRORS = cast(tuple[type[Exception], ...], (igzip_lib.IsalError, EOFError))  # its stub calls it an instance
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -142,6 +143,8 @@ class _Checked:
         self._progress = progress
         self._source = blob.open()
         self._hash = hashlib.sha256()
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="digest")
+        self._hashed: Future[None] | None = None
         self.count = 0
 
     def read(self, size: int = READ_SIZE) -> bytes:
@@ -151,7 +154,9 @@ class _Checked:
         self.count += len(data)
         if self.count > self._blob.size >= 0:
             raise BadImage(f"{self._blob.digest} is longer than the {self._blob.size} bytes that the manifest states")
-        self._hash.update(data)
+        if self._hashed is not None:
+            self._hashed.result()
+        self._hashed = self._hashing.submit(self._hash.update, data)
         self._progress(len(data))
         return data
 
@@ -162,10 +167,13 @@ class _Checked:
             return
         if 0 <= self._blob.size != self.count:
             raise BadImage(f"{self._blob.digest} ends after {self.count} of {self._blob.size} bytes")
+        if self._hashed is not None:
+            self._hashed.result()
         if f"sha256:{self._hash.hexdigest()}" != self._blob.digest:
             raise BadImage(f"{self._blob.digest} has other content than its digest says", "fetch or build it again")
 
     def close(self) -> None:
+        self._hashing.shutdown()
         self._source.close()
 
 

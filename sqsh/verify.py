@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from sqsh.blocks import Block, Earlier, FileData
+from sqsh.blocks import Earlier, FileData
+from sqsh.compress import Block
 from sqsh.convert import Layers, Options, final_tree
 from sqsh.enroot_files import parse_config
 from sqsh.errors import BadImage
