@@ -142,17 +142,27 @@ def clean(
 def sqsh(
     source: Annotated[str, typer.Argument(help="OCI layout or registry/repository@digest; the release's own.")] = "",
     name: Name = "cpu",
+    compressor: Annotated[str, typer.Option(help="zstd, gzip or xz.")] = "zstd",
+    level: Annotated[int | None, typer.Option(help="The compressor's (zstd 1, gzip 6, xz 6).")] = None,
+    block_size: Annotated[int, typer.Option(help="Bytes: 4096 to 1048576, doubling.")] = 1 << 17,
+    processors: Annotated[int, typer.Option(min=0, help="How many to use; 0: all.")] = 0,
+    platform: Annotated[str, typer.Option(help="Which image of an index; this machine's.")] = "",
+    keep_owner: Annotated[bool, typer.Option("--keep-owner", help="The image's owners, not root.")] = False,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither use nor write the cache.")] = False,
+    check: Annotated[bool, typer.Option("--verify", help="Read the result back, entry by entry.")] = False,
     json: Json = False,
 ) -> None:
     """Turn the image into dist/NAME/NAME.sqsh, for enroot, pyxis and `./build.py run`.
 
     \b
-    Examples: ./build.py sqsh
+    Examples: ./build.py sqsh --verify
               ./build.py sqsh --name smoke registry.example.com/nemo-rl@sha256:…
     """
     from kit.sqsh import make_sqsh
+    from sqsh.convert import Options
 
-    _answer(make_sqsh(name, source).model_dump_json(indent=2), json)
+    wanted = Options(compressor, level, block_size, keep_owner, platform=platform, processors=processors)
+    _answer(make_sqsh(name, source, wanted, not no_cache, check).model_dump_json(indent=2), json)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

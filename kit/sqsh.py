@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from kit.errors import KitError, UsageError
 from kit.files import sha256_of
@@ -17,39 +18,50 @@ from kit.steps import complete_step, say, size_text
 from sqsh import errors
 from sqsh.convert import IMAGE_JSON, Options, Result, convert, stated, versions
 from sqsh.image import Image, find_image
+from sqsh.verify import verify
 
 __all__ = ["IMAGE_JSON", "make_sqsh"]
 
 
-def make_sqsh(name: str, source: str = "") -> SqshSection:
+def make_sqsh(name: str, source: str, wanted: Options, use_cache: bool = True, check: bool = False) -> SqshSection:
     """Make `dist/<name>/<name>.sqsh` from the release's own layout, or from `source`, and record it.
 
     `source` is an OCI layout, an archive of `docker save`, or `registry/repository@sha256:…` (a tag is resolved). What
-    is already there and made from the same digest with the same options stays.
+    is already there and made from the same digest with the same options stays. `check` reads the result back and holds
+    it against the layers.
     """
     made = release(name)
-    options = Options(name=name, cache=state_dir() / "sqsh-cache", note=say)
+    options = replace(wanted, name=name, cache=state_dir() / "sqsh-cache" if use_cache else None, note=say)
     with only_run(f"sqsh-{name}"), _kit_errors():
-        image = _image_of(made, source)
-        if (current := _current(made, image, options)) is not None:
+        image = _image_of(made, source, options.platform)
+        section = _current(made, image, options)
+        if section is not None:
             say(f"{made.sqsh.name} was made from {image.digest[:19]}… already and is unchanged: kept")
-            return current
-        made.folder.mkdir(parents=True, exist_ok=True)
-        with complete_step(f"Convert {image.text} to {made.sqsh.name}") as step:
-            result = convert(image, made.sqsh, options)
-            step.note(size_text(result.size))
-            if result.layers_copied:
-                step.note(f"{result.layers_copied} of {result.layers} layers as before")
-        section = _section(made, result)
-        if made.record.exists():
-            add_section(made.record, section, replace=True)
+        else:
+            section = _convert(made, image, options)
+        if check:
+            with complete_step(f"Verify {made.sqsh.name} against the layers") as step:
+                step.note(f"{verify(image, made.sqsh, options)} entries")
         return section
 
 
-def _image_of(made: Release, source: str) -> Image:
+def _convert(made: Release, image: Image, options: Options) -> SqshSection:
+    made.folder.mkdir(parents=True, exist_ok=True)
+    with complete_step(f"Convert {image.text} to {made.sqsh.name}") as step:
+        result = convert(image, made.sqsh, options)
+        step.note(size_text(result.size))
+        if result.layers_copied:
+            step.note(f"{result.layers_copied} of {result.layers} layers as before")
+    section = _section(made, result)
+    if made.record.exists():
+        add_section(made.record, section, replace=True)
+    return section
+
+
+def _image_of(made: Release, source: str, platform: str) -> Image:
     if not source and not (made.oci / "index.json").exists():
         raise UsageError(f"no image at {made.oci}", "make it first: ./build.py image, or name a SOURCE")
-    image = find_image(source or str(made.oci))
+    image = find_image(source or str(made.oci), platform)
     recorded = read_record(made.record).image.digest if made.record.exists() else image.digest
     if recorded != image.digest:
         raise UsageError(

@@ -9,8 +9,8 @@ import gc
 import glob
 import json
 import os
+import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -125,18 +125,22 @@ def _convert(image: Image, out: Path, options: Options, compressor: Compressor, 
     no_cache = contextlib.nullcontext()
     own_cache = Cache(options.cache, options.cache_size, compressor) if options.cache is not None else no_cache
     threads = options.processors or len(os.sched_getaffinity(0))
-    with own_cache as cache, _output(out) as (handle, finish):
-        with DataArea(handle, data_start(compressor), compressor, options.block_size, threads) as area:
-            layers = Layers(image, area, options, cache if look else None)
-            root = final_tree(layers, image, config, options)
-            area.finish()
-            written = write_tables(handle, area, root, compressor, config.epoch)
-            indexes = cache.indexes(layers.recorded, area.fragments) if cache is not None else {}
-            area.settle()
-        os.fsync(handle)
-        finish()
-        if cache is not None:
-            cache.keep(indexes, out, handle)
+    output = _Output(out)
+    try:
+        with _disk_errors(out), own_cache as cache:
+            handle = output.open()
+            with DataArea(handle, data_start(compressor), compressor, options.block_size, threads) as area:
+                layers = Layers(image, area, options, cache if look else None)
+                root = final_tree(layers, image, config, options)
+                area.finish()
+                written = write_tables(handle, area, root, compressor, config.epoch)
+                indexes = cache.indexes(layers.recorded, area.fragments) if cache is not None else {}
+                area.settle()
+            output.finish()
+            if cache is not None:
+                cache.keep(indexes, out, handle)
+    finally:
+        output.close()
     return written, layers.copied
 
 
@@ -265,43 +269,54 @@ class _Progress:
         self._report(self._done, self._size)
 
 
-@contextmanager
-def _output(out: Path) -> Iterator[tuple[int, Callable[[], None]]]:
-    """A temporary file beside `out` and the function that puts it in place; without that it is removed.
+class _Output:
+    """A temporary file beside `out`, which `finish` puts in place; without that `close` removes it.
 
-    It is locked while it is written, so that what a killed conversion has left is told from one at work.
+    It is locked while it is written, so that what a killed conversion has left is told from one at work. Its name is
+    chosen before it is made, so that an interruption at any moment finds it.
     """
-    folder = out.absolute().parent
-    prefix, suffix = f".{out.name}.", ".part"
-    for left in folder.glob(f"{glob.escape(prefix)}*{suffix}"):
-        _remove_unlocked(left)
-    try:
-        handle, name = tempfile.mkstemp(suffix, prefix, folder)
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder} ({error.strerror})") from None
-    part = Path(name)
 
-    def finish() -> None:
-        os.fchmod(handle, 0o644)
-        part.replace(out)
-        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    def __init__(self, out: Path) -> None:
+        self._out = out.absolute()
+        self._part = self._out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")
+        self._handle = -1
+
+    def open(self) -> int:
+        for left in self._out.parent.glob(f".{glob.escape(self._out.name)}.*.part"):
+            _remove_unlocked(left)
         try:
-            os.fsync(place)
-        finally:
-            os.close(place)
+            self._handle = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UsageError(f"cannot write to {self._out.parent} ({error.strerror})") from None
+        fcntl.flock(self._handle, fcntl.LOCK_EX)
+        return self._handle
 
+    def finish(self) -> None:
+        os.fchmod(self._handle, 0o644)
+        os.fsync(self._handle)
+        self._part.replace(self._out)
+        folder = os.open(self._out.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def close(self) -> None:
+        self._part.unlink(missing_ok=True)
+        if self._handle >= 0:
+            os.close(self._handle)
+
+
+@contextmanager
+def _disk_errors(out: Path) -> Iterator[None]:
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield handle, finish
+        yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SqshError(
                 f"no space left on device for {out}", "make room for it; nothing else is written"
             ) from error
         raise SqshError(f"{out} could not be written ({error.strerror or error})") from error
-    finally:
-        part.unlink(missing_ok=True)
-        os.close(handle)
 
 
 def _remove_unlocked(left: Path) -> None:

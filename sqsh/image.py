@@ -72,7 +72,19 @@ class Store:
 
 
 def find_image(text: str, platform: str = "") -> Image:
-    """The image that `text` names: a layout's folder, an archive, `DIR:TAG` of either, or a registry's reference."""
+    """The image that `text` names: a layout's folder, an archive, `DIR:TAG` of either, or a registry's reference.
+
+    With a `platform`, such as linux/arm64, an index's image for it; any other image must say that it is for it.
+    """
+    if platform and len(platform.split("/")) not in (2, 3):
+        raise UsageError(f"'{platform}' is no platform", "write os/architecture, such as linux/amd64")
+    image = _find(text, platform)
+    if platform and (stated := _platform(image)) != platform.split("/")[:2]:
+        raise UsageError(f"{text} is an image for {'/'.join(stated) or 'no stated platform'}, not for {platform}")
+    return image
+
+
+def _find(text: str, platform: str) -> Image:
     place, tag = _place(text)
     if place is None:
         if text.startswith((".", "/")) or "/./" in text:
@@ -83,6 +95,11 @@ def find_image(text: str, platform: str = "") -> Image:
     if place.is_dir():
         return _from_index(text, _read_index(place / "index.json"), LayoutStore(place), tag, platform)
     return _archive_image(text, place, tag, platform)
+
+
+def _platform(image: Image) -> list[str]:
+    config = _parse(Descriptor.Platform, image.config, f"the configuration of {image.text}")
+    return [word for word in (config.os, config.architecture) if word]
 
 
 def _place(text: str) -> tuple[Path | None, str]:
@@ -141,8 +158,6 @@ def _opener(store: Store, layer: Descriptor) -> Callable[[], Source]:
 
 def _choose(manifests: list[Descriptor], platform: str, text: str) -> Descriptor:
     wanted = (platform or f"linux/{ARCHITECTURES.get(machine.machine(), machine.machine())}").split("/")
-    if len(wanted) not in (2, 3):
-        raise UsageError(f"'{platform}' is no platform", "write os/architecture, such as linux/amd64")
     fits = [
         entry
         for entry in manifests

@@ -75,7 +75,11 @@ def packed(data: bytes, how: str) -> bytes:
 
 
 def write_image(
-    root: Path, layers: Sequence[Sequence[Item] | bytes], config: Mapping[str, Any] | None = None, how: str = "gzip"
+    root: Path,
+    layers: Sequence[Sequence[Item] | bytes],
+    config: Mapping[str, Any] | None = None,
+    how: str = "gzip",
+    platform: str = "linux/amd64",
 ) -> str:
     """An OCI layout with one image, `image`, made of items or of ready tars; its digest."""
     blobs = root / "blobs" / "sha256"
@@ -89,8 +93,7 @@ def write_image(
 
     about = {
         "created": "2023-11-14T22:13:20Z",
-        "architecture": "amd64",
-        "os": "linux",
+        **dict(zip(("os", "architecture", "variant"), platform.split("/"), strict=False)),
         "config": dict(config or {}),
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(data).hexdigest()}" for data in tars]},
         "history": [{"created_by": "test"} for _ in tars],

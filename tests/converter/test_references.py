@@ -80,10 +80,10 @@ def index_of(root: Path, *platforms: str) -> None:
     """A layout whose index.json names one index of images, one a platform."""
     entries: list[dict[str, Any]] = []
     for name in platforms:
-        write_image(root / name.replace("/", "-"), [[Item(name.encode().replace(b"/", b"-"))]])
-        layout = root / name.replace("/", "-")
-        entry = json.loads((layout / "index.json").read_text())["manifests"][0]
         system, architecture, *variant = name.split("/")
+        layout = root / name.replace("/", "-")
+        write_image(layout, [[Item(name.encode().replace(b"/", b"-"))]], platform=name)
+        entry = json.loads((layout / "index.json").read_text())["manifests"][0]
         entry["platform"] = {"os": system, "architecture": architecture, **({"variant": variant[0]} if variant else {})}
         entries.append(entry)
         (root / "oci/blobs/sha256").mkdir(parents=True, exist_ok=True)
@@ -106,6 +106,8 @@ def test_the_image_of_a_platform(tmp_path: Path) -> None:
         find_image(str(tmp_path / "oci"), "linux/riscv64")
     with pytest.raises(UsageError, match="is no platform"):
         find_image(str(tmp_path / "oci"), "amd64")
+    with pytest.raises(UsageError, match="is an image for linux/amd64, not for linux/arm64"):
+        find_image(str(tmp_path / "linux-amd64"), "linux/arm64")
 
 
 def test_enroot_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

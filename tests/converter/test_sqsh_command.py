@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -93,6 +96,38 @@ def test_interrupted(layout: Path, tmp_path: Path, number: signal.Signals, after
     assert errors.splitlines() == ["error: interrupted; nothing was written"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out").read_text() == "earlier"
+
+
+def test_an_interruption_at_any_line_leaves_nothing(tmp_path: Path) -> None:
+    """Of the code that makes the output and puts it in place."""
+    write_image(tmp_path / "oci", [[Item(b"a", b"x" * 200_000), Item(b"b", b"y")]])
+    own = {"_convert", "_Output.__init__", "_Output.open", "_Output.finish", "_disk_errors"}
+    out = tmp_path / "out.sqsh"
+    stops = itertools.count(1)
+    while True:
+        out.unlink(missing_ok=True)
+        countdown = next(stops)
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal countdown
+            if frame.f_code.co_qualname not in own or not frame.f_code.co_filename.endswith("sqsh/convert.py"):
+                return None
+            countdown -= event in ("line", "return")
+            if countdown == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            convert(str(tmp_path / "oci"), out)
+        except KeyboardInterrupt:
+            assert {path.name for path in tmp_path.iterdir()} <= {"oci", "out.sqsh"}
+        else:
+            break
+        finally:
+            sys.settrace(None)
+    assert next(stops) > 40, "it was interrupted somewhere"
 
 
 def test_what_a_killed_conversion_left_goes_with_the_next(layout: Path, tmp_path: Path) -> None:

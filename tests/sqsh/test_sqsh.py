@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tarfile
@@ -145,6 +147,37 @@ def test_a_layout_of_its_own_needs_no_record(kit: Kit, tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     assert (kit.root / "dist/other/other.sqsh").exists()
     assert not (kit.root / "dist/other/record.json").exists()
+
+
+def test_options_are_recorded_and_the_result_is_held_against_the_layers(kit: Kit) -> None:
+    kit.release("small", [busybox()])
+    chosen = ("--compressor", "gzip", "--level", "1", "--block-size", "65536", "--keep-owner", "--no-cache")
+    made = kit("sqsh", "--name", "small", *chosen, "--processors", "1", "--verify")
+    assert made.returncode == 0, made.stderr
+    assert re.search(r"Verify small.sqsh against the layers .*\d+ entries", made.stderr)
+    assert not (kit.root / ".state/sqsh-cache").exists()
+    options = json.loads((kit.root / "dist/small/record.json").read_text())["sqsh"]["options"]
+    assert options == {"compressor": "gzip", "level": "1", "block_size": "65536", "owner": "kept"}
+    superblock = (kit.root / "dist/small/small.sqsh").read_bytes()[:96]
+    assert struct.unpack_from("<IIH", superblock, 12)[::2] == (65536, 1)
+    other = kit("sqsh", "--name", "small")
+    assert "kept" not in other.stderr, "other options are another squashfs"
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--compressor", "lzo"], "unknown compressor 'lzo': choose "),
+        (["--level", "40"], "zstd has no level 40: choose 1 to 22"),
+        (["--block-size", "5000"], "no squashfs has blocks of 5000 bytes"),
+        (["--platform", "linux"], "'linux' is no platform"),
+        (["--platform", "linux/s390x"], "not for linux/s390x"),
+    ],
+)
+def test_options_that_make_no_sense(kit: Kit, words: list[str], part: str) -> None:
+    kit.release("small", [busybox()])
+    refused(kit("sqsh", "--name", "small", *words), 2, part)
+    assert leftovers(kit) == []
 
 
 def noise(megabytes: int) -> list[Entry]:
