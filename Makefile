@@ -36,7 +36,8 @@ verify: env
 
 # Conversion to squashfs, ours and others' side by side: docs/bench/sqsh.md. BENCH adds options.
 bench: env
-	@.venv/bin/python -m bench.sqsh $(BENCH)
+	@$(BUILD) services start
+	@eval "$$($(BUILD) services env)" && .venv/bin/python -m bench.sqsh $(BENCH)
 
 # The whole road on this machine, from nothing; says which system packages it installs.
 demo:

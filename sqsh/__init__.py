@@ -1,3 +1,3 @@
 """Any container image to a squashfs in one stream: nothing unpacked, no root, the same bytes everywhere."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -20,6 +20,7 @@ from sqsh import __version__
 from sqsh.compress import IDS
 from sqsh.convert import Options, Result, convert
 from sqsh.errors import SqshError, UsageError
+from sqsh.image import find_image
 from sqsh.registry import parse_reference
 from sqsh.stream import Limits
 from sqsh.verify import verify
@@ -102,13 +103,14 @@ def _convert(arguments: argparse.Namespace) -> Result:
     )
     if arguments.processors < 0:
         raise UsageError(f"--processors {arguments.processors} is no number of processors")
-    result = convert(arguments.image, arguments.out, options)
+    image = find_image(arguments.image, arguments.platform)
+    result = convert(image, arguments.out, options)
     say.line(
         f"{result.out}: {_text(result.size)} in {result.seconds:.1f} s, {result.inodes} inodes, "
         f"{result.layers_copied} of {result.layers} layers from an earlier output, from {result.digest}"
     )
     if arguments.verify:
-        count = verify(arguments.image, arguments.out, options)
+        count = verify(image, arguments.out, options)
         say.line(f"{result.out}: all of its {count} entries are as the layers have them")
     return result
 

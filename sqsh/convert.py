@@ -156,7 +156,8 @@ def final_tree(layers: Layers, image: Image, config: ImageConfig, options: Optio
         options.note(f"note: {warning}")
     for path, text in {**added.contents, IMAGE_JSON: image_json(image, options.name)}.items():
         started.write(path, text.encode(errors="surrogateescape"))
-    started.make_folder(config.workdir)
+    for path in added.folders:
+        started.make_folder(path)
     started.empty("dev")
     return root
 

@@ -84,23 +84,28 @@ def parse_config(text: str | bytes) -> ImageConfig:
 
 @dataclass(frozen=True)
 class StartFiles:
-    """Contents of the added files by their path in the image, and what could not be carried over."""
+    """Contents of the added files by their path in the image, folders that must be there, and what could not be
+    carried over."""
 
     contents: dict[str, str]
+    folders: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
 def start_files(config: ImageConfig) -> StartFiles:
-    """What the four files hold for an image with this configuration."""
+    """What an image with this configuration needs to start.
+
+    Volumes are among the folders, since what `x-create` makes of a missing one has no permissions at all.
+    """
     lines, exports, warnings = _environment(config.config.env)
-    binds, refused = _volumes(config.config.volumes)
+    volumes, refused = _volumes(config.config.volumes)
     contents = {
         RC: _rc(config, exports),
         RC_LOCAL: '# Sourced by /etc/rc before the command starts; "$@" is the command.\n',
         ENVIRONMENT: lines,
-        FSTAB: binds,
+        FSTAB: "".join(map(_bind, volumes)),
     }
-    return StartFiles(contents, (*warnings, *refused))
+    return StartFiles(contents, (config.workdir, *volumes), (*warnings, *refused))
 
 
 def _environment(entries: tuple[str, ...]) -> tuple[str, str, list[str]]:
@@ -129,18 +134,23 @@ def _loses_quotes(value: str) -> bool:
     return len(bare) > 1 and bare[0] in "\"'" and bare[-1] in "\"'"
 
 
-def _volumes(volumes: dict[str, Any]) -> tuple[str, list[str]]:
-    """`/etc/fstab`: each volume bound onto itself, writable."""
-    lines: list[str] = []
+def _volumes(volumes: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Absolute paths, and warnings."""
+    paths: list[str] = []
     warnings: list[str] = []
     for volume in sorted(volumes):
         path = str(PurePosixPath("/") / volume)
         if ".." in PurePosixPath(path).parts or re.search(REFERENCE, path):
             warnings.append(f"the volume {volume!r} is left out: it is no plain path")
-            continue
-        field = "".join(f"\\{ord(char):03o}" if char in " \t\n\\" else char for char in path)
-        lines.append(f"${{ENROOT_ROOTFS}}{field} {field} none x-create=dir,bind,rw,nosuid,nodev\n")
-    return "".join(lines), warnings
+        else:
+            paths.append(path)
+    return paths, warnings
+
+
+def _bind(volume: str) -> str:
+    """The line of `/etc/fstab` that binds a volume onto itself, writable."""
+    field = "".join(f"\\{ord(char):03o}" if char in " \t\n\\" else char for char in volume)
+    return f"${{ENROOT_ROOTFS}}{field} {field} none x-create=dir,bind,rw,nosuid,nodev\n"
 
 
 def _rc(config: ImageConfig, exports: str) -> str:

@@ -12,18 +12,18 @@ from sqsh.compress import Block
 from sqsh.convert import Layers, Options, final_tree
 from sqsh.enroot_files import parse_config
 from sqsh.errors import BadImage
-from sqsh.image import Image, find_image
+from sqsh.image import Image
 from sqsh.reader import Entry, Squashfs
 from sqsh.squashfs import Inode
 
 MAX_TOLD = 3
 
 
-def verify(source: str | Image, squashfs: Path, options: Options) -> int:
+def verify(image: Image, squashfs: Path, options: Options) -> int:
     """Read the image again and the squashfs back; how many entries agree. BadImage names the first that do not."""
-    image = find_image(source, options.platform) if isinstance(source, str) else source
-    layers = Layers(image, _Hashes(options.block_size), replace(options, cache=None), None)
-    root = final_tree(layers, image, parse_config(image.config), options)
+    quiet = replace(options, note=lambda text: None)  # what there is to say was said by the conversion
+    layers = Layers(image, _Hashes(options.block_size), quiet, None)
+    root = final_tree(layers, image, parse_config(image.config), quiet)
     wanted = dict(_walk(root))
     found = Squashfs(squashfs)
     try:

@@ -18,6 +18,7 @@ from typing import Any
 import zstandard
 
 from sqsh.convert import Options, Result, convert
+from sqsh.image import find_image
 from sqsh.reader import Squashfs
 from sqsh.verify import verify
 
@@ -124,7 +125,7 @@ def made(root: Path, layers: Sequence[Sequence[Item] | bytes], options: Options 
 def converted(source: Path | str, out: Path, options: Options = PLAIN) -> Result:
     """Convert, and hold the result against the layers by our own reader too."""
     result = convert(str(source), out, options)
-    assert verify(str(source), out, options) == len(list(Squashfs(out).walk()))
+    assert verify(find_image(str(source)), out, options) == len(list(Squashfs(out).walk()))
     return result
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from sqsh.convert import Options, convert
 from sqsh.errors import BadImage
+from sqsh.image import find_image
 from sqsh.verify import verify
 from tests.converter.layers import Item, write_image
 
@@ -56,7 +57,7 @@ def test_verify_finds_one_changed_byte(layout: Path, tmp_path: Path) -> None:
         file.seek(10_000_000)
         file.write(bytes([byte[0] ^ 1]))
     with pytest.raises(BadImage, match=r"/noise[12] differs"):
-        verify(str(layout), tmp_path / "out", Options())
+        verify(find_image(str(layout)), tmp_path / "out", Options())
 
 
 @pytest.mark.parametrize(

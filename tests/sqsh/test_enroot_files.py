@@ -125,6 +125,7 @@ def test_volumes_are_bound_onto_themselves_in_one_line_each() -> None:
         r"${ENROOT_ROOTFS}/a\040b\012c\040/x /a\040b\012c\040/x none x-create=dir,bind,rw,nosuid,nodev",
         "${ENROOT_ROOTFS}/data /data none x-create=dir,bind,rw,nosuid,nodev",
     ]
+    assert made.folders == ("/", "/a b\nc /x", "/data")
     assert len(made.warnings) == 1
 
 

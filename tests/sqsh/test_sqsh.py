@@ -62,7 +62,13 @@ def squashfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Entry("pipe", type=tarfile.FIFOTYPE),
     ]
     upper = [Entry(".wh.removed"), folder("opt"), Entry("opt/on-top", b"y")]
-    config = {"Env": [SECRET], "User": "nobody", "WorkingDir": "/way/in", "Entrypoint": ["/bin/env"]}
+    config = {
+        "Env": [SECRET],
+        "User": "nobody",
+        "WorkingDir": "/way/in",
+        "Entrypoint": ["/bin/env"],
+        "Volumes": {"/data/new": {}, "/etc": {}, "/etc/rc/no": {}},
+    }
     write_layout(root / "oci", [lower, upper], config, docker=True)
     return convert_layout(root / "oci", root / "image.sqsh")
 
@@ -81,6 +87,7 @@ def test_tree_is_the_image_under_enroots_rules(squashfs: Path) -> None:
     assert tree["/opt/in"][0].startswith("d"), "a working directory behind a link is made inside the image"
     assert tree["/etc/environment"][0].startswith("-"), "a link is replaced, not followed"
     assert "/outside" not in tree
+    assert tree["/data/new"][0] == "drwxr-xr-x", "a volume's folder is made"
 
 
 def test_times_are_the_images(squashfs: Path) -> None:
