@@ -74,7 +74,7 @@ def main() -> None:
     arguments.docs.mkdir(parents=True, exist_ok=True)
     result.write_text(json.dumps(found, indent=2) + "\n")
     rows = [Row(**row) for row in found["rows"]]
-    page = table(rows, found["about"], [Choice(**choice) for choice in found["options"]])
+    page = table(rows, found["about"], [Choice(**choice) for choice in found.get("options", [])])
     (arguments.docs / "sqsh.md").write_text(page)
     (arguments.docs / "sqsh.svg").write_text(plot(rows))
     print(page)
@@ -96,6 +96,7 @@ class Bench:
         for _ in range(rounds):
             self._missing = []
             warm(self.image)
+            warm(zstd)
             rows += [self._convert(OURS, self.image, "--no-cache"), self._convert(ZSTD, zstd, "--no-cache")]
             tree_rows, unpacked, entries = self._from_tree()
             rows += tree_rows + self._from_cache(changed) + self._from_registry()
@@ -137,9 +138,9 @@ class Bench:
     def _from_cache(self, changed: Path) -> list[Row]:
         cache = self._work / "cache"
         first = self._convert(FIRST, self.image, "--cache", cache, keep=True)
+        copy = measure(COPY, [words("cp", "--reflink=never", self._ours, self._out)], self._out)
         again = [words(*SQSH, changed, self._out, "--quiet", "--cache", cache)]
-        rows = [first, measure(CHANGED, again, self._out)]
-        rows.append(measure(COPY, [words("cp", "--reflink=never", self._ours, self._out)], self._out))
+        rows = [first, measure(CHANGED, again, self._out), copy]
         self._ours.unlink()
         shutil.rmtree(cache)
         return rows

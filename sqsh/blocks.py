@@ -25,7 +25,8 @@ RAW = 1 << 24  # a block's size with this bit: stored as it is
 JOB_SIZE = 1 << 20  # bytes that one job compresses, at least a block
 PENDING_SIZE = 128 << 20  # bytes waiting for a compressor
 UNWRITTEN_SIZE = 32 << 20  # bytes waiting for the disk
-COPY_SIZE = 1 << 19  # bytes of an earlier output copied at once, at least a block
+COPY_SIZE = 8 << 20  # bytes of an earlier output copied at once, at least a block
+WRITE_SIZE = 1 << 20  # of those, written at once: the kernel takes several times as long for larger writes
 SYNC_SIZE = 128 << 20  # write back in the background after so many bytes, so that the last sync has little to do
 # A fragment ends when it is full, or after a file whose hash begins with a byte below this. So a file that comes or
 # goes changes the fragments near it, not all that follow, and the others can be copied from an earlier output.
@@ -140,6 +141,7 @@ class DataArea:
         self._filled = 0
         self._fragment_count = 0
         self._small: dict[bytes, FileData] = {}
+        self._copied: dict[tuple[int, int, int], FileData] = {}  # by where an earlier output has it
         self._large: dict[tuple[int, int, int], list[FileData]] = {}
         self._writer = _Writer(handle)
         self._run: _Run | None = None
@@ -262,11 +264,14 @@ class DataArea:
         self._take_ready()
 
     def _then(self, done: Callable[[Packed], None]) -> None:
-        """Once all before is written; at once if it is."""
+        """Once all before has its place."""
+        self._take_ready()
+        if not self._jobs:
+            done(([], [], []))
+            return
         ready: Future[Packed] = Future()
         ready.set_result(([], [], []))
         self._jobs.append((done, ready, 0))
-        self._take_ready()
 
     def _take_ready(self) -> None:
         while self._jobs and self._jobs[0][1].done():
@@ -297,6 +302,11 @@ class DataArea:
 
     def _copy_file(self, data: FileData, old: FileData, earlier: Earlier) -> None:
         data.sizes, data.sums, data.sparse = old.sizes, old.sums, old.sparse
+        place = (earlier.handle, old.start, old.size)
+        if (known := self._copied.get(place)) is not None:
+            data.start = known.start
+            return
+        self._copied[place] = data
         data.start = self.position
         at = old.start
         for word, total in zip(old.sizes, old.sums, strict=True):
@@ -313,7 +323,7 @@ class DataArea:
         """Blocks of an earlier output that follow one another go to the writer together."""
         if size == 0:
             return
-        if self._run is None or self._run.size >= JOB_SIZE or not self._run.goes_on(handle, start, self.position):
+        if self._run is None or self._run.size >= COPY_SIZE or not self._run.goes_on(handle, start, self.position):
             self._flush_run()
             self._run = _Run(handle, start, self.position)
         self._run.add(size, total)
@@ -363,6 +373,7 @@ class _Writer:
         self._left = 0  # things to write
         self._held = 0  # bytes in memory for them
         self._unsynced = 0
+        self._buffer = memoryview(bytearray(COPY_SIZE))
         self._error: Exception | None = None
         self._sync = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self._syncing: Future[None] | None = None
@@ -373,7 +384,7 @@ class _Writer:
         self._add(lambda: write_all(self._handle, parts, position), sum(map(len, parts)))
 
     def copy(self, run: _Run) -> None:
-        self._add(lambda: copy_all(self._handle, run), 0)
+        self._add(lambda: copy_run(self._handle, run, self._buffer), 0)
 
     def finish(self) -> None:
         self._add(self._last_sync, 0)
@@ -444,24 +455,23 @@ def write_all(handle: int, parts: Sequence[Block], position: int) -> int:
     return total
 
 
-def copy_all(handle: int, run: _Run) -> int:
+def copy_run(handle: int, run: _Run, buffer: memoryview) -> int:
     """Copy blocks as an earlier output has them, if it still has them; the answer is their size.
 
     Many at a time, since each call may wait for the interpreter: their check sums are combined for it.
     """
     at = first = 0
     while first < len(run.sizes):
-        last, size, total = first, 0, 0
-        while last < len(run.sizes) and size < COPY_SIZE:
-            total = isal_zlib.crc32_combine(total, run.sums[last], run.sizes[last])
-            size += run.sizes[last]
-            last += 1
-        data = os.pread(run.handle, size, run.start + at)
-        if len(data) < size or isal_zlib.crc32(data) != total:
+        size, total = 0, 0
+        while first < len(run.sizes) and size + run.sizes[first] <= len(buffer):
+            total = isal_zlib.crc32_combine(total, run.sums[first], run.sizes[first])
+            size += run.sizes[first]
+            first += 1
+        part = buffer[:size]
+        if os.preadv(run.handle, [part], run.start + at) < size or isal_zlib.crc32(part) != total:
             raise Changed
-        write_all(handle, [data], run.position + at)
-        at += size
-        first = last
+        for begin in range(0, size, WRITE_SIZE):
+            at += write_all(handle, [part[begin : begin + WRITE_SIZE]], run.position + at)
     return at
 
 

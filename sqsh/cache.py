@@ -1,8 +1,8 @@
 """What earlier outputs can spare a conversion: for each layer, its entries and where an output has their content.
 
 One file a layer and set of options, replaced as a whole, so that two conversions at once and a crash do no harm. Its
-first line names the output by path, inode, size and time of change, and it holds a check sum of every block: what no
-longer fits is not used. Nothing of an output itself is kept here.
+first line names the output by path, inode, size and time of change; behind it are the layer's entries, and place and
+check sum of every block: what no longer fits is not used. Nothing of an output itself is kept here.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from sqsh.compress import Compressor
 from sqsh.tar import FILE, Member
 from sqsh.tree import Node
 
-FORMAT = 2
+FORMAT = 3
 SUFFIX = ".index"
 MAX_INDEX = 1 << 30  # unpacked
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A layer as it was taken in."""
+    """A layer as it was taken in; `packed`: its entries as an index holds them, if they came from one."""
 
     digest: str
     nodes: Sequence[Node]
+    packed: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Found:
     """A layer's entries, the content of its files by their number (None: not in the output), and the output."""
 
     members: list[Member]
+    packed: bytes
     data: list[FileData | None]
     earlier: Earlier
 
@@ -69,42 +71,44 @@ class Cache:
     def find(self, digest: str) -> Found | None:
         path = self._path(digest)
         try:
-            output, _, packed = path.read_bytes().partition(b"\n")
-            handle = self._open(*json.loads(output))
+            head, _, rest = path.read_bytes().partition(b"\n")
+            *output, length = json.loads(head)
+            handle = self._open(*output)
             if handle is None:
                 return None
-            index = json.loads(zstandard.ZstdDecompressor().decompress(packed, max_output_size=MAX_INDEX))
-            fragments = {int(number): Fragment(*words) for number, words in index["fragments"].items()}
-            members = [_member(row) for row in index["members"]]
-            data = [_data(row[-1]) for row in index["members"]]
+            packed = rest[:length]
+            members = [_member(row) for row in _unpacked(packed)]
+            places = _unpacked(rest[length:])
+            fragments = {int(number): Fragment(*words) for number, words in places["fragments"].items()}
+            data = [_data(place) for place in places["files"]]
             os.utime(path)
         except (OSError, ValueError, KeyError, TypeError, IndexError, zstandard.ZstdError):
             return None  # none, cut, or of another version: as good as none
-        return Found(members, data, Earlier(handle, self._compressor, fragments))
+        return Found(members, packed, data, Earlier(handle, self._compressor, fragments))
 
-    def indexes(self, layers: Sequence[Recorded], fragments: Sequence[Fragment]) -> dict[Path, bytes]:
-        """What to keep of each layer, as soon as it is known where everything goes."""
-        found: dict[Path, bytes] = {}
+    def indexes(self, layers: Sequence[Recorded], fragments: Sequence[Fragment]) -> dict[Path, tuple[bytes, bytes]]:
+        """What to keep of each layer, its entries and their places, as soon as it is known where everything goes."""
+        found: dict[Path, tuple[bytes, bytes]] = {}
         for layer in layers:
             used = sorted({node.data.fragment for node in layer.nodes if node.data and node.data.fragment >= 0})
-            index = {
+            places = {
                 "fragments": {number: fragments[number] for number in used},
-                "members": [_row(node) for node in layer.nodes],
+                "files": [_place(node) for node in layer.nodes],
             }
-            raw = json.dumps(index, separators=(",", ":")).encode()
-            found[self._path(layer.digest)] = zstandard.ZstdCompressor(level=1).compress(raw)
+            entries = layer.packed or _packed([_row(node.member) for node in layer.nodes])
+            found[self._path(layer.digest)] = (entries, _packed(places))
         return found
 
-    def keep(self, indexes: Mapping[Path, bytes], out: Path, handle: int) -> None:
+    def keep(self, indexes: Mapping[Path, tuple[bytes, bytes]], out: Path, handle: int) -> None:
         """Write the indexes for an output that will get no more changes. A cache that cannot be written is no reason
         to fail."""
         status = os.fstat(handle)
-        words = [str(out.absolute()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
-        output = json.dumps(words).encode() + b"\n"
+        output = [str(out.absolute()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for path, packed in indexes.items():
-                self._write(path, output + packed)
+            for path, (entries, places) in indexes.items():
+                head = json.dumps([*output, len(entries)]).encode()
+                self._write(path, head + b"\n" + entries + places)
             self._evict()
 
     def _path(self, digest: str) -> Path:
@@ -149,12 +153,16 @@ class Cache:
             total -= size
 
 
-def _row(node: Node) -> list[Any]:
+def _packed(value: Any) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(json.dumps(value, separators=(",", ":")).encode())
+
+
+def _unpacked(data: bytes) -> Any:
+    return json.loads(zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_INDEX))
+
+
+def _row(member: Member) -> list[Any]:
     """One entry as JSON holds it; bytes as latin-1."""
-    member, data = node.member, node.data
-    place: Any = None
-    if member.kind == FILE and data is not None:
-        place = [data.size, data.fragment, data.offset, data.key.hex(), data.start, data.sizes, data.sums, data.sparse]
     return [
         "/".join(part.decode("latin-1") for part in member.path),
         member.kind,
@@ -167,23 +175,32 @@ def _row(node: Node) -> list[Any]:
         "/".join(part.decode("latin-1") for part in member.target),
         member.device,
         [[key.decode("latin-1"), value.decode("latin-1")] for key, value in member.xattrs],
-        place,
     ]
 
 
 def _member(row: list[Any]) -> Member:
-    path, kind, mode, uid, gid, mtime, size, link, target, device, xattrs, _ = row
+    path, kind, mode, uid, gid, mtime, size, link, target, device, xattrs = row
     member = Member(_split(path), kind, mode, uid, gid, mtime)
     member.size = size
-    member.link = link.encode("latin-1")
-    member.target = _split(target)
     member.device = (device[0], device[1])
-    member.xattrs = tuple((key.encode("latin-1"), value.encode("latin-1")) for key, value in xattrs)
+    if link:
+        member.link = link.encode("latin-1")
+    if target:
+        member.target = _split(target)
+    if xattrs:
+        member.xattrs = tuple((key.encode("latin-1"), value.encode("latin-1")) for key, value in xattrs)
     return member
 
 
 def _split(path: str) -> tuple[bytes, ...]:
     return tuple(path.encode("latin-1").split(b"/")) if path else ()
+
+
+def _place(node: Node) -> list[Any] | None:
+    data = node.data
+    if node.member.kind != FILE or data is None:
+        return None
+    return [data.size, data.fragment, data.offset, data.key.hex(), data.start, data.sizes, data.sums, data.sparse]
 
 
 def _data(place: list[Any] | None) -> FileData | None:

@@ -21,7 +21,6 @@ from sqsh.compress import IDS
 from sqsh.convert import Options, Result, convert
 from sqsh.errors import SqshError, UsageError
 from sqsh.image import find_image
-from sqsh.registry import parse_reference
 from sqsh.stream import Limits
 from sqsh.verify import verify
 
@@ -117,6 +116,8 @@ def _convert(arguments: argparse.Namespace) -> Result:
 
 def _enroot(arguments: argparse.Namespace) -> int:
     """What enroot makes of it, by its own settings (ENROOT_SQUASH_OPTIONS and the like)."""
+    from sqsh.registry import parse_reference
+
     reference = parse_reference(arguments.image)
     if shutil.which("enroot") is None:
         raise UsageError("enroot is not installed", "leave --engine out")

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import gc
 import glob
+import itertools
 import json
 import os
 import secrets
@@ -28,7 +29,7 @@ from sqsh.errors import BadImage, SqshError, UsageError
 from sqsh.image import Image, find_image
 from sqsh.squashfs import Inode, Written, data_start, write_tables
 from sqsh.stream import Blob, LayerStream, Limits
-from sqsh.tar import TarReader
+from sqsh.tar import FILE, TarReader
 from sqsh.tree import Layer, Node, Tree
 
 IMAGE_JSON = "opt/release/image.json"
@@ -198,7 +199,7 @@ class Layers:
             found = self._cache.find(blob.digest) if self._cache is not None else None
             nodes = self._stream(blob, layer) if found is None else self._replay(blob, layer, found)
             self._area.end_layer()
-            self.recorded.append(Recorded(blob.digest, nodes))
+            self.recorded.append(Recorded(blob.digest, nodes, found.packed if found is not None else None))
         self._tree.finish()
         return self._tree
 
@@ -226,20 +227,30 @@ class Layers:
     def _replay(self, blob: Blob, layer: Layer, found: Found) -> list[Node]:
         """Take a layer in from an earlier output, if that has all that shows, else its content from the layer."""
         nodes = [Node(member, number) for number, member in enumerate(found.members)]
-        wanted = [node for node in nodes if layer.add(node)]
+        files = [member.kind == FILE for member in found.members]
+        complete = None not in itertools.compress(found.data, files)
+        wanted: list[Node] = []
+        for node in nodes:
+            if layer.add(node):
+                wanted.append(node)
+                if complete:
+                    self._copy(node, found)
         at_once = {id(node) for node in wanted}
         late = [node for node in self._tree.add(layer) if id(node) not in at_once]
         if any(found.data[node.number] is None for node in (*wanted, *late)):
             self._fill(blob, wanted)
             self._fill(blob, late)
             return nodes
-        for node in (*wanted, *late):
-            data = found.data[node.number]
-            assert data is not None
-            node.data = self._area.add_earlier(data, found.earlier)
+        for node in late if complete else (*wanted, *late):
+            self._copy(node, found)
         self.copied += 1
         self._progress(blob.size)
         return nodes
+
+    def _copy(self, node: Node, found: Found) -> None:
+        data = found.data[node.number]
+        assert data is not None
+        node.data = self._area.add_earlier(data, found.earlier)
 
     def _fill(self, blob: Blob, wanted: list[Node]) -> None:
         """Read a layer for the content of some of its files, in their order."""
@@ -331,7 +342,7 @@ def _quiet_collector() -> Iterator[None]:
     """Hundreds of thousands of objects that all live to the end are not worth looking through again and again."""
     was, interval = gc.isenabled(), sys.getswitchinterval()
     gc.disable()
-    sys.setswitchinterval(0.001)  # a compressor that is done should not wait long for the interpreter
+    sys.setswitchinterval(5e-5)  # what compresses or writes should not wait long for the interpreter
     try:
         yield
     finally:
