@@ -468,7 +468,7 @@ def copy_run(handle: int, run: _Run, buffer: memoryview) -> int:
             size += run.sizes[first]
             first += 1
         part = buffer[:size]
-        if os.preadv(run.handle, [part], run.start + at) < size or isal_zlib.crc32(part) != total:
+        if size == 0 or os.preadv(run.handle, [part], run.start + at) < size or isal_zlib.crc32(part) != total:
             raise Changed
         for begin in range(0, size, WRITE_SIZE):
             at += write_all(handle, [part[begin : begin + WRITE_SIZE]], run.position + at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,6 +48,20 @@ def test_it_says_what_it_made_and_verifies(layout: Path, tmp_path: Path) -> None
     assert answer["digest"].startswith("sha256:")
     assert answer["size"] == (tmp_path / "out").stat().st_size
     assert "all of its 39 entries are as the layers have them" in finished.stderr
+
+
+def test_its_wheel_alone_makes_the_same_bytes(layout: Path, tmp_path: Path) -> None:
+    """Installed as a user would, with what this machine's pip finds; nothing of the kit is within reach."""
+    shutil.copytree(REPO / "sqsh", tmp_path / "source")
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    pip: list[str | Path] = [tmp_path / "env/bin/pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, tmp_path / "source"], check=True)
+    subprocess.run([*pip, "install", *tmp_path.glob("*.whl")], check=True)
+    words: list[str | Path] = [tmp_path / "env/bin/sqsh", layout, tmp_path / "alone", "--no-cache", "--verify"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    subprocess.run(words, check=True, cwd=tmp_path, env=environment)
+    convert(str(layout), tmp_path / "here")
+    assert (tmp_path / "alone").read_bytes() == (tmp_path / "here").read_bytes()
 
 
 def test_verify_finds_one_changed_byte(layout: Path, tmp_path: Path) -> None:
