@@ -154,7 +154,8 @@ class Cache:
 
 
 def _packed(value: Any) -> bytes:
-    return zstandard.ZstdCompressor(level=1).compress(json.dumps(value, separators=(",", ":")).encode())
+    compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
+    return compressor.compress(json.dumps(value, separators=(",", ":")).encode())
 
 
 def _unpacked(data: bytes) -> Any:
