@@ -140,7 +140,7 @@ def clean(
 
 @app.command()
 def sqsh(
-    source: Annotated[str, typer.Argument(help="OCI layout or registry/repository@digest; the release's own.")] = "",
+    source: Annotated[str, typer.Argument(help="OCI layout, docker-save archive, or registry reference.")] = "",
     name: Name = "cpu",
     compressor: Annotated[str, typer.Option(help="zstd, gzip or xz.")] = "zstd",
     level: Annotated[int | None, typer.Option(help="The compressor's (zstd 1, gzip 6, xz 6).")] = None,

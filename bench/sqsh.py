@@ -73,6 +73,8 @@ def main() -> None:
         shutil.rmtree(work, ignore_errors=True)
     arguments.docs.mkdir(parents=True, exist_ok=True)
     result.write_text(json.dumps(found, indent=2) + "\n")
+    if "rows" not in found:
+        sys.exit(f"error: {result} has no ways yet: run without --only first")
     rows = [Row(**row) for row in found["rows"]]
     page = table(rows, found["about"], [Choice(**choice) for choice in found.get("options", [])])
     (arguments.docs / "sqsh.md").write_text(page)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from isal import isal_zlib
 
+from sqsh.cancel import Cancel
 from sqsh.compress import Block, Compressor
 
 RAW = 1 << 24  # a block's size with this bit: stored as it is
@@ -76,10 +77,9 @@ class Earlier:
         """A fragment's content."""
         if self._last[0] != number:
             old = self.fragments[number]
-            data = os.pread(self.handle, old.word & (RAW - 1), old.start)
-            if isal_zlib.crc32(data) != old.sum:
-                raise Changed
-            self._last = (number, data if old.word & RAW else self._compressor.unpack(data))
+            data = bytearray(old.word & (RAW - 1))
+            read_earlier(self.handle, data, old.start, old.sum)
+            self._last = (number, bytes(data) if old.word & RAW else self._compressor.unpack(bytes(data)))
         return self._last[1]
 
 
@@ -128,7 +128,9 @@ Packed = tuple[list[int], list[int], Sequence[Block]]  # size words, check sums,
 class DataArea:
     """Writes to `handle` from `start` on."""
 
-    def __init__(self, handle: int, start: int, compressor: Compressor, block_size: int, threads: int) -> None:
+    def __init__(
+        self, handle: int, start: int, compressor: Compressor, block_size: int, threads: int, cancel: Cancel
+    ) -> None:
         self.position = start
         self.fragments: list[Fragment] = []
         self.block_size = block_size
@@ -143,7 +145,8 @@ class DataArea:
         self._small: dict[bytes, FileData] = {}
         self._copied: dict[tuple[int, int, int], FileData] = {}  # by where an earlier output has it
         self._large: dict[tuple[int, int, int], list[FileData]] = {}
-        self._writer = _Writer(handle)
+        self._cancel = cancel
+        self._writer = _Writer(handle, cancel)
         self._run: _Run | None = None
 
     def __enter__(self) -> DataArea:
@@ -153,10 +156,11 @@ class DataArea:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._writer.close()
+        self._writer.close(drop=kind is not None)
 
     def add(self, size: int, blocks: Iterable[Block]) -> FileData:
         """Take a file of `size` bytes in, given as blocks of `block_size`."""
+        self._cancel.check()
         if size == 0:
             return FileData(0)
         if size < self.block_size:
@@ -178,6 +182,7 @@ class DataArea:
 
     def add_earlier(self, old: FileData, earlier: Earlier) -> FileData:
         """Take in a file that an earlier output has: the same result as `add` of its content, without compressing."""
+        self._cancel.check()
         if old.size == 0:
             return FileData(0)
         if old.fragment >= 0:
@@ -257,6 +262,7 @@ class DataArea:
         return sizes, sums, stored
 
     def _submit(self, done: Callable[[Packed], None], size: int, work: Callable[..., Packed], *words: object) -> None:
+        self._cancel.check()
         while self._pending > PENDING_SIZE:
             self._take_one()
         self._pending += size
@@ -366,15 +372,17 @@ class DataArea:
 class _Writer:
     """Writes in a thread of its own, in the order given, and has the kernel write back while the rest is made."""
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle: int, cancel: Cancel) -> None:
         self._handle = handle
+        self._cancel = cancel
+        self._dropped = False
         self._todo: queue.SimpleQueue[tuple[Callable[[], int], int] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._left = 0  # things to write
         self._held = 0  # bytes in memory for them
         self._unsynced = 0
         self._buffer = memoryview(bytearray(COPY_SIZE))
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._sync = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self._syncing: Future[None] | None = None
         self._thread = threading.Thread(target=self._work, name="write", daemon=True)
@@ -392,23 +400,25 @@ class _Writer:
     def wait(self) -> None:
         """Until all is written, as far as the kernel's cache. Raises what went wrong: OSError, Changed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._left == 0 or self._error is not None)
-            self._check()
+            self._until(lambda: self._left == 0)
 
-    def close(self) -> None:
+    def close(self, drop: bool) -> None:
+        """End the thread, at once or when all is written."""
+        self._dropped = drop
         self._todo.put(None)
         self._thread.join()
         self._sync.shutdown(wait=True)
 
     def _add(self, work: Callable[[], int], held: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._held < UNWRITTEN_SIZE or self._error is not None)
-            self._check()
+            self._until(lambda: self._held < UNWRITTEN_SIZE)
             self._left += 1
             self._held += held
         self._todo.put((work, held))
 
-    def _check(self) -> None:
+    def _until(self, condition: Callable[[], bool]) -> None:
+        while not self._changed.wait_for(lambda: condition() or self._error is not None, timeout=0.2):
+            self._cancel.check()
         if self._error is not None:
             raise self._error
 
@@ -416,10 +426,10 @@ class _Writer:
         while (item := self._todo.get()) is not None:
             work, held = item
             error = None
-            if self._error is None:
+            if self._error is None and not self._dropped:
                 try:
                     self._write_back(work())
-                except (OSError, Changed) as found:
+                except BaseException as found:
                     error = found
             with self._changed:
                 self._left -= 1
@@ -440,6 +450,7 @@ class _Writer:
         if self._syncing is not None:
             self._syncing.result()
         os.fdatasync(self._handle)
+        self._unsynced = 0
         return 0
 
 
@@ -468,11 +479,22 @@ def copy_run(handle: int, run: _Run, buffer: memoryview) -> int:
             size += run.sizes[first]
             first += 1
         part = buffer[:size]
-        if size == 0 or os.preadv(run.handle, [part], run.start + at) < size or isal_zlib.crc32(part) != total:
+        if size == 0:
             raise Changed
+        read_earlier(run.handle, part, run.start + at, total)
         for begin in range(0, size, WRITE_SIZE):
             at += write_all(handle, [part[begin : begin + WRITE_SIZE]], run.position + at)
     return at
+
+
+def read_earlier(handle: int, part: memoryview | bytearray, start: int, total: int) -> None:
+    """Fill `part` from an earlier output; Changed if that cannot be read or has another check sum there."""
+    try:
+        count = os.preadv(handle, [part], start)
+    except OSError:
+        raise Changed from None
+    if count < len(part) or isal_zlib.crc32(part) != total:
+        raise Changed
 
 
 def _give_way() -> None:

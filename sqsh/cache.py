@@ -82,8 +82,8 @@ class Cache:
             fragments = {int(number): Fragment(*words) for number, words in places["fragments"].items()}
             data = [_data(place) for place in places["files"]]
             os.utime(path)
-        except (OSError, ValueError, KeyError, TypeError, IndexError, zstandard.ZstdError):
-            return None  # none, cut, or of another version: as good as none
+        except Exception:  # none, cut, damaged, or of another version: as good as none
+            return None
         return Found(members, packed, data, Earlier(handle, self._compressor, fragments))
 
     def indexes(self, layers: Sequence[Recorded], fragments: Sequence[Fragment]) -> dict[Path, tuple[bytes, bytes]]:

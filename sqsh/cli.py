@@ -41,7 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
+        print("error: interrupted; nothing is half-written", file=sys.stderr)
         return 1
     if arguments.json:
         print(json.dumps({**asdict(result), "out": str(result.out)}, indent=2))
@@ -165,8 +165,11 @@ def _size(text: str) -> int:
     return int(number) * UNITS[unit]
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sqsh"
+def _cache_folder() -> Path | None:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sqsh"
+    except RuntimeError:  # a user without a home has no cache
+        return None
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

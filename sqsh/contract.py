@@ -125,7 +125,9 @@ class StartedTree:
             elif step.kind == squashfs.SYMLINK:
                 links += 1
                 if links > MAX_LINKS:
-                    raise BadImage(f"the image has a loop of symbolic links at /{path}", "rebuild the image without it")
+                    raise _NoFolder(
+                        f"the image has a loop of symbolic links at /{path.strip('/')}", "rebuild the image without it"
+                    )
                 assert isinstance(step.content, bytes)
                 trail = [self._root] if step.content.startswith(b"/") else trail
                 rest = _parts(step.content) + rest

@@ -22,6 +22,7 @@ from typing import Protocol
 from sqsh import __version__
 from sqsh.blocks import Changed, DataArea, Earlier, FileData
 from sqsh.cache import Cache, Found, Recorded
+from sqsh.cancel import Cancel, in_thread
 from sqsh.compress import Block, Compressor
 from sqsh.contract import StartedTree, inode_tree
 from sqsh.enroot_files import ImageConfig, parse_config, start_files
@@ -84,10 +85,10 @@ def convert(source: str | Image, out: Path, options: Options | None = None) -> R
     compressor = Compressor(options.compressor, options.level, options.block_size)
     with _quiet_collector():
         try:
-            written, copied = _convert(image, out, options, compressor, look=True)
+            written, copied = in_thread(lambda cancel: _convert(image, out, options, compressor, cancel))
         except Changed:
             options.note("note: an earlier output has changed: everything is made anew")
-            written, copied = _convert(image, out, options, compressor, look=False)
+            written, copied = in_thread(lambda cancel: _convert(image, out, options, compressor, cancel, look=False))
     return Result(
         out=out,
         digest=image.digest,
@@ -121,7 +122,10 @@ def versions(options: Options) -> dict[str, str]:
     }
 
 
-def _convert(image: Image, out: Path, options: Options, compressor: Compressor, look: bool) -> tuple[Written, int]:
+def _convert(
+    image: Image, out: Path, options: Options, compressor: Compressor, cancel: Cancel, look: bool = True
+) -> tuple[Written, int]:
+    """`look`: in the cache."""
     config = parse_config(image.config)
     no_cache = contextlib.nullcontext()
     own_cache = Cache(options.cache, options.cache_size, compressor) if options.cache is not None else no_cache
@@ -130,8 +134,8 @@ def _convert(image: Image, out: Path, options: Options, compressor: Compressor, 
     try:
         with _disk_errors(out), own_cache as cache:
             handle = output.open()
-            with DataArea(handle, data_start(compressor), compressor, options.block_size, threads) as area:
-                layers = Layers(image, area, options, cache if look else None)
+            with DataArea(handle, data_start(compressor), compressor, options.block_size, threads, cancel) as area:
+                layers = Layers(image, area, options, cache if look else None, cancel)
                 root = final_tree(layers, image, config, options)
                 area.finish()
                 written = write_tables(handle, area, root, compressor, config.epoch)
@@ -183,11 +187,12 @@ class Area(Protocol):
 class Layers:
     """An image's layers on their way into a tree, the top one first. `recorded` is what the cache keeps of them."""
 
-    def __init__(self, image: Image, area: Area, options: Options, cache: Cache | None) -> None:
+    def __init__(self, image: Image, area: Area, options: Options, cache: Cache | None, cancel: Cancel) -> None:
         self._image = image
         self._area = area
         self._limits = options.limits
         self._cache = cache
+        self._cancel = cancel
         self._progress = _Progress(options.progress, image.size)
         self._tree = Tree()
         self.recorded: list[Recorded] = []
@@ -213,10 +218,7 @@ class Layers:
         nodes: list[Node] = []
         with self._open(blob, self._progress) as reader:
             for number, member in enumerate(reader.members()):
-                if number >= self._limits.entries:
-                    raise BadImage(
-                        f"the layer {blob.digest} has more than {number} entries", "--max-entries allows more"
-                    )
+                self._refuse_more_than(number, blob)
                 node = Node(member, number)
                 if layer.add(node):
                     node.data = self._area.add(member.size, reader.data(member, self._area.block_size))
@@ -226,6 +228,7 @@ class Layers:
 
     def _replay(self, blob: Blob, layer: Layer, found: Found) -> list[Node]:
         """Take a layer in from an earlier output, if that has all that shows, else its content from the layer."""
+        self._refuse_more_than(len(found.members) - 1, blob)
         nodes = [Node(member, number) for number, member in enumerate(found.members)]
         files = [member.kind == FILE for member in found.members]
         complete = None not in itertools.compress(found.data, files)
@@ -247,6 +250,12 @@ class Layers:
         self._progress(blob.size)
         return nodes
 
+    def _refuse_more_than(self, number: int, blob: Blob) -> None:
+        if number >= self._limits.entries:
+            raise BadImage(
+                f"the layer {blob.digest} has more than {self._limits.entries} entries", "--max-entries allows more"
+            )
+
     def _copy(self, node: Node, found: Found) -> None:
         data = found.data[node.number]
         assert data is not None
@@ -264,7 +273,7 @@ class Layers:
 
     @contextmanager
     def _open(self, blob: Blob, progress: Callable[[int], None]) -> Iterator[TarReader]:
-        with LayerStream(blob, self._limits, progress) as stream:
+        with LayerStream(blob, self._limits, progress, self._cancel) as stream:
             yield TarReader(stream, blob.digest)
 
 
@@ -284,8 +293,7 @@ class _Progress:
 class _Output:
     """A temporary file beside `out`, which `finish` puts in place; without that `close` removes it.
 
-    It is locked while it is written, so that what a killed conversion has left is told from one at work. Its name is
-    chosen before it is made, so that an interruption at any moment finds it.
+    It is locked while it is written, so that what a killed conversion has left is told from one at work.
     """
 
     def __init__(self, out: Path) -> None:
@@ -297,10 +305,13 @@ class _Output:
         for left in self._out.parent.glob(f".{glob.escape(self._out.name)}.*.part"):
             _remove_unlocked(left)
         try:
-            self._handle = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._handle = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UsageError(f"cannot write to {self._out.parent} ({error.strerror})") from None
         fcntl.flock(self._handle, fcntl.LOCK_EX)
+        if os.fstat(self._handle).st_nlink == 0:  # another conversion took it for a leftover before it was locked
+            os.close(self._handle)
+            return self.open()
         return self._handle
 
     def finish(self) -> None:

@@ -79,8 +79,8 @@ def find_image(text: str, platform: str = "") -> Image:
     if platform and len(platform.split("/")) not in (2, 3):
         raise UsageError(f"'{platform}' is no platform", "write os/architecture, such as linux/amd64")
     image = _find(text, platform)
-    if platform and (stated := _platform(image)) != platform.split("/")[:2]:
-        raise UsageError(f"{text} is an image for {'/'.join(stated) or 'no stated platform'}, not for {platform}")
+    if platform:
+        _refuse_another(image, platform.split("/"))
     return image
 
 
@@ -97,9 +97,13 @@ def _find(text: str, platform: str) -> Image:
     return _archive_image(text, place, tag, platform)
 
 
-def _platform(image: Image) -> list[str]:
+def _refuse_another(image: Image, wanted: list[str]) -> None:
+    """A variant counts only where the image states one: many that have one do not."""
     config = _parse(Descriptor.Platform, image.config, f"the configuration of {image.text}")
-    return [word for word in (config.os, config.architecture) if word]
+    stated = [word for word in (config.os, config.architecture, config.variant) if word]
+    if stated[:2] != wanted[:2] or (len(stated) == len(wanted) == 3 and stated != wanted):
+        there = "/".join(stated) or "no stated platform"
+        raise UsageError(f"{image.text} is an image for {there}, not for {'/'.join(wanted)}")
 
 
 def _place(text: str) -> tuple[Path | None, str]:

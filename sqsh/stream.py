@@ -14,6 +14,7 @@ from typing import IO, Protocol, cast
 import zstandard
 from isal import igzip_lib
 
+from sqsh.cancel import Cancel
 from sqsh.errors import BadImage
 
 READ_SIZE = 1 << 20
@@ -56,10 +57,11 @@ class Blob:
 class LayerStream:
     """Chunks of a layer's tar. Reading to the end proves the digest; `close` ends the thread wherever it is."""
 
-    def __init__(self, blob: Blob, limits: Limits, progress: Callable[[int], None]) -> None:
+    def __init__(self, blob: Blob, limits: Limits, progress: Callable[[int], None], cancel: Cancel) -> None:
         self._blob = blob
         self._limits = limits
         self._progress = progress
+        self._cancel = cancel
         self._chunks: queue.Queue[bytes | BaseException | None] = queue.Queue(CHUNKS_AHEAD)
         self._stopped = threading.Event()
         self.proves_its_end = True  # known once there is a chunk: a cut stream is told from a whole one
@@ -76,13 +78,21 @@ class LayerStream:
 
     def chunk(self) -> bytes:
         """The next bytes; none at the end."""
-        item = self._chunks.get()
+        item = self._next()
         if isinstance(item, bytes):
             return item
         self._chunks.put(item)  # the end stays the end
         if item is not None:
             raise item
         return b""
+
+    def _next(self) -> bytes | BaseException | None:
+        while True:
+            self._cancel.check()
+            try:
+                return self._chunks.get(timeout=0.2)
+            except queue.Empty:
+                continue
 
     def close(self) -> None:
         self._stopped.set()

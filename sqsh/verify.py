@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sqsh.blocks import Earlier, FileData
+from sqsh.cancel import Cancel
 from sqsh.compress import Block
 from sqsh.convert import Layers, Options, final_tree
 from sqsh.enroot_files import parse_config
@@ -22,7 +23,7 @@ MAX_TOLD = 3
 def verify(image: Image, squashfs: Path, options: Options) -> int:
     """Read the image again and the squashfs back; how many entries agree. BadImage names the first that do not."""
     quiet = replace(options, note=lambda text: None)  # what there is to say was said by the conversion
-    layers = Layers(image, _Hashes(options.block_size), quiet, None)
+    layers = Layers(image, _Hashes(options.block_size), quiet, None, Cancel())
     root = final_tree(layers, image, parse_config(image.config), quiet)
     wanted = dict(_walk(root))
     found = Squashfs(squashfs)

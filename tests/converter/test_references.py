@@ -106,8 +106,9 @@ def test_the_image_of_a_platform(tmp_path: Path) -> None:
         find_image(str(tmp_path / "oci"), "linux/riscv64")
     with pytest.raises(UsageError, match="is no platform"):
         find_image(str(tmp_path / "oci"), "amd64")
-    with pytest.raises(UsageError, match="is an image for linux/amd64, not for linux/arm64"):
-        find_image(str(tmp_path / "linux-amd64"), "linux/arm64")
+    for name, other in (("linux/amd64", "linux/arm64"), ("linux/arm/v7", "linux/arm/v6")):
+        with pytest.raises(UsageError, match=f"is an image for {name}, not for {other}"):
+            find_image(str(tmp_path / name.replace("/", "-")), other)
 
 
 def test_enroot_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
 import json
 import os
@@ -17,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from sqsh.convert import Options
+from sqsh import blocks
+from sqsh.convert import Options, convert
 from sqsh.errors import SqshError, UsageError
 from tests.converter.layers import PLAIN, Item, converted, folder, hardlink, tree, unsquashed, write_image
 
@@ -219,6 +221,29 @@ class TestCache:
         assert result.layers_copied == 0
         assert (tmp_path / "2").read_bytes() == (image / "image.sqsh").read_bytes()
 
+    def test_an_index_with_any_byte_flipped(self, tmp_path: Path) -> None:
+        write_image(tmp_path / "oci", [[Item(b"a", b"text"), Item(b"b", bytes(range(256)) * 600)]])
+        converted(tmp_path / "oci", tmp_path / "1", self.options(tmp_path))
+        (index,) = (tmp_path / "cache").iterdir()
+        whole = index.read_bytes()
+        for place in range(len(whole)):
+            index.write_bytes(whole[:place] + bytes([whole[place] ^ 0x80]) + whole[place + 1 :])
+            convert(str(tmp_path / "oci"), tmp_path / "2", self.options(tmp_path))
+            assert (tmp_path / "2").read_bytes() == (tmp_path / "1").read_bytes()
+
+    def test_an_earlier_output_that_cannot_be_read(
+        self, image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        converted(image / "oci", tmp_path / "1", self.options(tmp_path))
+
+        def stale(*_: object) -> int:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        monkeypatch.setattr(os, "preadv", stale)
+        result = convert(str(image / "oci"), tmp_path / "2", self.options(tmp_path))
+        assert result.layers_copied == 0
+        assert (tmp_path / "2").read_bytes() == (image / "image.sqsh").read_bytes()
+
     def test_other_options_share_nothing(self, image: Path, tmp_path: Path) -> None:
         converted(image / "oci", tmp_path / "1", self.options(tmp_path))
         result = converted(image / "oci", tmp_path / "2", replace(self.options(tmp_path), level=3))
@@ -244,6 +269,18 @@ class TestCache:
         assert [process.wait() for process in both] == [0, 0]
         assert (tmp_path / "out").read_bytes() == (image / "image.sqsh").read_bytes()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "out"]
+
+
+def test_whatever_goes_wrong_in_the_writers_thread_ends_the_conversion(
+    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(blocks, "write_all", fail)
+    with pytest.raises(MemoryError):
+        convert(str(image / "oci"), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_in_it(image: Path, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def squashfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Entry("etc/rc", b"the image's own", 0o755),
         Entry("sparse", bytes(3_000_000)),
         symlink("way", "/opt"),
+        symlink("loop", "loop"),
         Entry("pipe", type=tarfile.FIFOTYPE),
     ]
     upper = [Entry(".wh.removed"), folder("opt"), Entry("opt/on-top", b"y")]
@@ -67,7 +68,7 @@ def squashfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "User": "nobody",
         "WorkingDir": "/way/in",
         "Entrypoint": ["/bin/env"],
-        "Volumes": {"/data/new": {}, "/etc": {}, "/etc/rc/no": {}},
+        "Volumes": {"/data/new": {}, "/etc": {}, "/etc/rc/no": {}, "/loop/x": {}},
     }
     write_layout(root / "oci", [lower, upper], config, docker=True)
     return convert_layout(root / "oci", root / "image.sqsh")
