@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Squashfs conversion, ours and others', of one image in one run: a table and a plot in docs/.
 
     python -m bench.sqsh dist/cpu/oci --registry 127.0.0.1:5000/nemo-rl:cpu

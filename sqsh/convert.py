@@ -305,12 +305,13 @@ class _Output:
         for left in self._out.parent.glob(f".{glob.escape(self._out.name)}.*.part"):
             _remove_unlocked(left)
         try:
-            self._handle = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._handle = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UsageError(f"cannot write to {self._out.parent} ({error.strerror})") from None
         fcntl.flock(self._handle, fcntl.LOCK_EX)
         if os.fstat(self._handle).st_nlink == 0:  # another conversion took it for a leftover before it was locked
             os.close(self._handle)
+            self._handle = -1
             return self.open()
         return self._handle
 

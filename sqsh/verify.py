@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sqsh.blocks import Earlier, FileData
-from sqsh.cancel import Cancel
+from sqsh.cancel import Cancel, in_thread
 from sqsh.compress import Block
 from sqsh.convert import Layers, Options, final_tree
 from sqsh.enroot_files import parse_config
@@ -23,12 +23,19 @@ MAX_TOLD = 3
 def verify(image: Image, squashfs: Path, options: Options) -> int:
     """Read the image again and the squashfs back; how many entries agree. BadImage names the first that do not."""
     quiet = replace(options, note=lambda text: None)  # what there is to say was said by the conversion
-    layers = Layers(image, _Hashes(options.block_size), quiet, None, Cancel())
+    return in_thread(lambda cancel: _verify(image, squashfs, quiet, cancel))
+
+
+def _verify(image: Image, squashfs: Path, quiet: Options, cancel: Cancel) -> int:
+    layers = Layers(image, _Hashes(quiet.block_size), quiet, None, cancel)
     root = final_tree(layers, image, parse_config(image.config), quiet)
     wanted = dict(_walk(root))
     found = Squashfs(squashfs)
     try:
-        there = dict(found.walk())
+        there = {}
+        for path, entry in found.walk():
+            cancel.check()
+            there[path] = entry
     finally:
         found.close()
     faults = list(_faults(wanted, there))

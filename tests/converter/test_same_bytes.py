@@ -20,7 +20,8 @@ import pytest
 
 from sqsh import blocks
 from sqsh.convert import Options, convert
-from sqsh.errors import SqshError, UsageError
+from sqsh.errors import BadImage, SqshError, UsageError
+from sqsh.stream import Limits
 from tests.converter.layers import PLAIN, Item, converted, folder, hardlink, tree, unsquashed, write_image
 
 pytestmark = pytest.mark.sqsh
@@ -243,6 +244,11 @@ class TestCache:
         result = convert(str(image / "oci"), tmp_path / "2", self.options(tmp_path))
         assert result.layers_copied == 0
         assert (tmp_path / "2").read_bytes() == (image / "image.sqsh").read_bytes()
+
+    def test_a_cached_layer_has_no_more_entries_than_allowed(self, image: Path, tmp_path: Path) -> None:
+        converted(image / "oci", tmp_path / "1", self.options(tmp_path))
+        with pytest.raises(BadImage, match="has more than 2 entries"):
+            convert(str(image / "oci"), tmp_path / "2", replace(self.options(tmp_path), limits=Limits(entries=2)))
 
     def test_other_options_share_nothing(self, image: Path, tmp_path: Path) -> None:
         converted(image / "oci", tmp_path / "1", self.options(tmp_path))

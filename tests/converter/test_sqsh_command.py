@@ -115,6 +115,8 @@ INTERRUPTED = """
 import random, signal, sys
 from pathlib import Path
 from sqsh.convert import Options, convert
+from sqsh.image import find_image
+from sqsh.verify import verify
 
 chance = random.Random(1)
 def interrupt(number, frame):
@@ -122,8 +124,9 @@ def interrupt(number, frame):
 signal.signal(signal.SIGALRM, interrupt)
 for _ in range(100):
     try:
-        signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0001, 0.15))
+        signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0001, 0.4))
         convert(sys.argv[1], Path(sys.argv[2]), Options(block_size=4096, processors=2))
+        verify(find_image(sys.argv[1]), Path(sys.argv[2]), Options(block_size=4096))
     except KeyboardInterrupt:
         pass
     finally:
