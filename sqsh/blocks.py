@@ -21,13 +21,13 @@ from isal import isal_zlib
 
 from sqsh.cancel import Cancel
 from sqsh.compress import Block, Compressor
+from sqsh.copier import Changed, Copier, read_earlier
 
 RAW = 1 << 24  # a block's size with this bit: stored as it is
 JOB_SIZE = 1 << 20  # bytes that one job compresses, at least a block
 PENDING_SIZE = 128 << 20  # bytes waiting for a compressor
 UNWRITTEN_SIZE = 32 << 20  # bytes waiting for the disk
-COPY_SIZE = 8 << 20  # bytes of an earlier output copied at once, at least a block
-WRITE_SIZE = 1 << 20  # of those, written at once: the kernel takes several times as long for larger writes
+COPY_SIZE = 32 << 20  # bytes of an earlier output to be copied by one request, and a block more
 SYNC_SIZE = 128 << 20  # write back in the background after so many bytes, so that the last sync has little to do
 # A fragment ends when it is full, or after a file whose hash begins with a byte below this. So a file that comes or
 # goes changes the fragments near it, not all that follow, and the others can be copied from an earlier output.
@@ -78,35 +78,31 @@ class Earlier:
         if self._last[0] != number:
             old = self.fragments[number]
             data = bytearray(old.word & (RAW - 1))
-            read_earlier(self.handle, data, old.start, old.sum)
+            read_earlier(self.handle, data, old.start)
+            if isal_zlib.crc32(data) != old.sum:
+                raise Changed
             self._last = (number, bytes(data) if old.word & RAW else self._compressor.unpack(bytes(data)))
         return self._last[1]
 
 
-class Changed(Exception):  # noqa: N818
-    """An earlier output is no longer what the index says."""
-
-
 class _Run:
-    """Blocks in a row in an earlier output, on their way to `position`."""
+    """Blocks in a row in an earlier output, on their way to `position`, and the check sum of all their bytes."""
 
-    __slots__ = ("handle", "position", "size", "sizes", "start", "sums")
+    __slots__ = ("handle", "position", "size", "start", "total")
 
     def __init__(self, handle: int, start: int, position: int) -> None:
         self.handle = handle
         self.start = start
         self.position = position
         self.size = 0
-        self.sizes: list[int] = []
-        self.sums: list[int] = []
+        self.total = 0
 
     def goes_on(self, handle: int, start: int, position: int) -> bool:
         return (handle, start, position) == (self.handle, self.start + self.size, self.position + self.size)
 
     def add(self, size: int, total: int) -> None:
+        self.total = isal_zlib.crc32_combine(self.total, total, size)
         self.size += size
-        self.sizes.append(size)
-        self.sums.append(total)
 
 
 class _Piece:
@@ -381,7 +377,7 @@ class _Writer:
         self._left = 0  # things to write
         self._held = 0  # bytes in memory for them
         self._unsynced = 0
-        self._buffer = memoryview(bytearray(COPY_SIZE))
+        self._copier: Copier | None = None
         self._error: BaseException | None = None
         self._sync = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self._syncing: Future[None] | None = None
@@ -392,13 +388,14 @@ class _Writer:
         self._add(lambda: write_all(self._handle, parts, position), sum(map(len, parts)))
 
     def copy(self, run: _Run) -> None:
-        self._add(lambda: copy_run(self._handle, run, self._buffer), 0)
+        self._add(lambda: self._copy(run), 0)
 
     def finish(self) -> None:
         self._add(self._last_sync, 0)
 
     def wait(self) -> None:
         """Until all is written, as far as the kernel's cache. Raises what went wrong: OSError, Changed."""
+        self._add(self._finish_copies, 0)
         with self._changed:
             self._until(lambda: self._left == 0)
 
@@ -407,6 +404,8 @@ class _Writer:
         self._dropped = drop
         self._todo.put(None)
         self._thread.join()
+        if self._copier is not None:
+            self._copier.close()
         self._sync.shutdown(wait=True)
 
     def _add(self, work: Callable[[], int], held: int) -> None:
@@ -446,7 +445,19 @@ class _Writer:
         self._unsynced = 0
         self._syncing = self._sync.submit(os.fdatasync, self._handle)
 
+    def _copy(self, run: _Run) -> int:
+        if self._copier is None:
+            self._copier = Copier(self._handle)
+        self._copier.copy(run.handle, run.start, run.position, run.size, run.total)
+        return run.size
+
+    def _finish_copies(self) -> int:
+        if self._copier is not None:
+            self._copier.finish()
+        return 0
+
     def _last_sync(self) -> int:
+        self._finish_copies()
         if self._syncing is not None:
             self._syncing.result()
         os.fdatasync(self._handle)
@@ -464,37 +475,6 @@ def write_all(handle: int, parts: Sequence[Block], position: int) -> int:
             count = os.pwrite(handle, rest, position + total - len(rest))
             rest = rest[count:]
     return total
-
-
-def copy_run(handle: int, run: _Run, buffer: memoryview) -> int:
-    """Copy blocks as an earlier output has them, if it still has them; the answer is their size.
-
-    Many at a time, since each call may wait for the interpreter: their check sums are combined for it.
-    """
-    at = first = 0
-    while first < len(run.sizes):
-        size, total = 0, 0
-        while first < len(run.sizes) and size + run.sizes[first] <= len(buffer):
-            total = isal_zlib.crc32_combine(total, run.sums[first], run.sizes[first])
-            size += run.sizes[first]
-            first += 1
-        part = buffer[:size]
-        if size == 0:
-            raise Changed
-        read_earlier(run.handle, part, run.start + at, total)
-        for begin in range(0, size, WRITE_SIZE):
-            at += write_all(handle, [part[begin : begin + WRITE_SIZE]], run.position + at)
-    return at
-
-
-def read_earlier(handle: int, part: memoryview | bytearray, start: int, total: int) -> None:
-    """Fill `part` from an earlier output; Changed if that cannot be read or has another check sum there."""
-    try:
-        count = os.preadv(handle, [part], start)
-    except OSError:
-        raise Changed from None
-    if count < len(part) or isal_zlib.crc32(part) != total:
-        raise Changed
 
 
 def _give_way() -> None:

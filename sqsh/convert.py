@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Protocol
 
 from sqsh import __version__
-from sqsh.blocks import Changed, DataArea, Earlier, FileData
+from sqsh.blocks import DataArea, Earlier, FileData
 from sqsh.cache import Cache, Found, Recorded
 from sqsh.cancel import Cancel, in_thread
 from sqsh.compress import Block, Compressor
 from sqsh.contract import StartedTree, inode_tree
+from sqsh.copier import Changed
 from sqsh.enroot_files import ImageConfig, parse_config, start_files
 from sqsh.errors import BadImage, SqshError, UsageError
 from sqsh.image import Image, find_image
@@ -87,7 +88,7 @@ def convert(source: str | Image, out: Path, options: Options | None = None) -> R
         try:
             written, copied = in_thread(lambda cancel: _convert(image, out, options, compressor, cancel))
         except Changed:
-            options.note("note: an earlier output has changed: everything is made anew")
+            options.note("note: an earlier output has changed or cannot be copied: everything is made anew")
             written, copied = in_thread(lambda cancel: _convert(image, out, options, compressor, cancel, look=False))
     return Result(
         out=out,

@@ -235,14 +235,28 @@ class TestCache:
     def test_an_earlier_output_that_cannot_be_read(
         self, image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """Seen where a fragment is taken apart; for blocks see test_copier.py."""
         converted(image / "oci", tmp_path / "1", self.options(tmp_path))
+        write_image(tmp_path / "oci", [*layers(), [Item(b"lower/.wh.%d" % number) for number in range(9)]])
+        converted(tmp_path / "oci", tmp_path / "fresh", Options())
 
         def stale(*_: object) -> int:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
         monkeypatch.setattr(os, "preadv", stale)
-        result = convert(str(image / "oci"), tmp_path / "2", self.options(tmp_path))
+        result = convert(str(tmp_path / "oci"), tmp_path / "2", self.options(tmp_path))
         assert result.layers_copied == 0
+        assert (tmp_path / "2").read_bytes() == (tmp_path / "fresh").read_bytes()
+
+    @pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python"])
+    def test_where_nothing_can_be_copied(
+        self, image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str
+    ) -> None:
+        converted(image / "oci", tmp_path / "1", self.options(tmp_path))
+        monkeypatch.setattr(sys, "executable", python)
+        notes: list[str] = []
+        result = convert(str(image / "oci"), tmp_path / "2", replace(self.options(tmp_path), note=notes.append))
+        assert (result.layers_copied, len(notes)) == (0, 1)
         assert (tmp_path / "2").read_bytes() == (image / "image.sqsh").read_bytes()
 
     def test_a_cached_layer_has_no_more_entries_than_allowed(self, image: Path, tmp_path: Path) -> None:
