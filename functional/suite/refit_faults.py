@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from functional.runtime.control import ControlError, WorkerControl
 from functional.runtime.errors import RefitError, RolloutError
 from functional.runtime.refit import RefitResult
 from functional.runtime.refit_machine import Event, State, Transition
+from functional.runtime.telemetry import select
 from functional.suite import driver
 from functional.suite.driver import Parts, Session, watched
 from functional.suite.send_faults import SendFault
@@ -26,7 +28,13 @@ SETTINGS = [
     "cluster.gpus_per_node=3",
     "policy.generation.colocated.resources.gpus_per_node=2",
     "policy.generation.dynamo_cfg.control_timeout_s=15",
+    "policy.generation.vllm_cfg.max_model_len=1024",
 ]
+LONG_TOKENS = 512
+"""An answer so long that a worker is still at it when it is seen to be at it: some seconds."""
+UNDER_WAY = "dynamo_component_inflight_requests"
+"""The worker's metric of requests that it has taken and not answered."""
+PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -151,7 +159,7 @@ class FaultSession(Session):
     def _worker_killed_generating(self, parts: Parts) -> None:
         """What was lost with the worker is generated again at the same version; the worker is replaced."""
         version, before = parts.refit.version, len(parts.instances)
-        completions = self._generate_under_strike(parts, "worker-killed-generating", ["worker-0"])
+        completions = self._generate_under_strike(parts, [0])
         again = sum(1 for completion in completions if completion.attempt > 1)
         same_version = parts.refit.version == version
         self._refit(parts, self._nudge(parts))
@@ -173,7 +181,7 @@ class FaultSession(Session):
     def _all_workers_killed(self, parts: Parts) -> None:
         """No worker left: all are replaced, their samples generated again, at the same version."""
         version, before = parts.refit.version, len(parts.instances)
-        completions = self._generate_under_strike(parts, "all-workers-killed", ["worker-0", "worker-1"])
+        completions = self._generate_under_strike(parts, [0, 1])
         again = sum(1 for completion in completions if completion.attempt > 1)
         replaced = len(parts.instances) - before
         self.checks.add(
@@ -199,12 +207,13 @@ class FaultSession(Session):
         proper = failed_in(result) == [State.SENDING] and [f"worker-{r.worker}" for r in result.replaced] == [victim]
         self._judge(name, proper, result)
 
-    def _generate_under_strike(self, parts: Parts, name: str, victims: list[str]) -> list[Any]:
-        pids = [pid for victim in victims for pid in parts.fleet.pids()[victim]]
-        self._strike = Strike(f"{name}: generating", pids, signal.SIGKILL, 0.3)
+    def _generate_under_strike(self, parts: Parts, victims: list[int]) -> list[Any]:
+        """Completions during which the workers `victims` are killed, each at work on some of them."""
+        pids = [pid for victim in victims for pid in parts.fleet.pids()[f"worker-{victim}"]]
+        controls = [parts.fleet.workers[victim].control for victim in victims]
+        threading.Thread(target=kill_at_work, args=(controls, pids), daemon=True).start()
         prompts = [prompt.token_ids for prompt in parts.task.prompts(1) for _ in range(8)]
-        long = replace(parts, sampling=replace(parts.sampling, max_tokens=96, ignore_eos=True))
-        self.event(f"{name}: generating")
+        long = replace(parts, sampling=replace(parts.sampling, max_tokens=LONG_TOKENS, ignore_eos=True))
         return self._generate(long, prompts, self._version)
 
     def _nudge(self, parts: Parts, fault: SendFault | None = None) -> int:
@@ -245,13 +254,24 @@ class FaultSession(Session):
 
 
 def hit(strike: Strike) -> None:
-    """Wait for the moment, then send the signal; a process that is gone already is none of ours."""
+    """Wait for the moment, then send the signal."""
     time.sleep(strike.delay_s)
-    for pid in strike.pids:
-        try:
-            os.kill(pid, strike.signum)
-        except ProcessLookupError:
-            continue
+    send(strike.signum, strike.pids)
+
+
+def kill_at_work(controls: list[WorkerControl], pids: list[int]) -> None:
+    """Kill `pids` once all of their workers have requests under way; no one is killed where that never comes."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(select(control.metrics(), [UNDER_WAY]).get(UNDER_WAY) for control in controls):
+        if time.monotonic() > deadline:
+            return
+    send(signal.SIGKILL, pids)
+
+
+def send(signum: int, pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signum)
 
 
 def failed_in(result: RefitResult) -> list[State]:
