@@ -370,19 +370,23 @@ class FleetRefit:
             )
         score = self._source.score(completion)
         current = mean_difference(completion.logprobs, score.current)
-        previous = None if score.previous is None else mean_difference(completion.logprobs, score.previous)
+        previous = shift = None
+        if score.previous is not None:
+            previous = mean_difference(completion.logprobs, score.previous)
+            shift = mean_difference(score.current, score.previous)
+        cached = (self._warmed[worker.instance_id], completion.cached_tokens)
+        verdict = ProbeVerdict(worker.index, current, previous, shift, *cached)
         if current > self._noise:
             raise RefitError(
                 f"worker {worker.index}: the probe's log-probs lie {current:.4f} nats from the trainer's at the new "
                 f"version (at most {self._noise:g})"
             )
-        if previous is not None and previous <= current:
+        if verdict.fits_other:
             raise RefitError(
                 f"worker {worker.index}: the probe fits the other version ({previous:.4f} nats) no worse than the new "
                 f"one ({current:.4f} nats)"
             )
-        before = self._warmed[worker.instance_id]
-        return ProbeVerdict(worker.index, current, previous, before, completion.cached_tokens)
+        return verdict
 
 
 def rank_geometry(num_workers: int, ranks_per_worker: int) -> tuple[int, list[int]]:

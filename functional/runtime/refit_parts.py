@@ -72,13 +72,23 @@ class Replace(Protocol):
 
 @dataclass(frozen=True)
 class ProbeVerdict:
-    """Mean |engine − trainer| log-prob over a probe's tokens, nats; `previous` is None for a first version."""
+    """Mean |engine − trainer| log-prob over a probe's tokens, nats, and `shift`, the same between the trainer's two
+    versions; `previous` and `shift` are None for a first version."""
 
     worker: int
     current: float
     previous: float | None
+    shift: float | None
     cached_before: int
     cached_after: int
+
+    @property
+    def fits_other(self) -> bool:
+        """The probe fits the other version no worse than the new one, and the two differ enough for that to mean
+        something. After a small optimizer step they may not: the hash alone then tells which one the worker has."""
+        if self.previous is None or self.shift is None:
+            return False
+        return self.previous <= self.current and self.shift > 2 * self.previous
 
 
 @dataclass(frozen=True)

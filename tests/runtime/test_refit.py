@@ -6,7 +6,7 @@ import pytest
 from refit_world import Chooser, World
 
 from functional.runtime.errors import InterruptedRunError, RefitError
-from functional.runtime.refit import rank_geometry
+from functional.runtime.refit import ProbeScore, rank_geometry
 from functional.runtime.refit_machine import Event, State
 
 UNDISTURBED = Chooser([], 0)
@@ -38,6 +38,28 @@ def test_admission_is_shut_until_a_first_version_is_proved():
     assert [t.after for t in result.transitions][-2:] == [State.PROBING, State.SERVING]
     assert {probe.previous for probe in result.probes} == {5.0}
     assert all(probe.cached_before > 0 and probe.cached_after == 0 for probe in result.probes)
+
+
+@pytest.mark.parametrize(
+    ("to_new", "to_other", "attempts"),
+    [
+        pytest.param(0.05, 0.09, 1, id="nearer to the new one"),
+        pytest.param(0.05, 0.04, 1, id="a shift within the noise"),
+        pytest.param(0.05, -0.04, 2, id="clearly the other"),
+        pytest.param(0.05, 0.0, 2, id="exactly the other"),
+    ],
+)
+def test_a_probe_speaks_where_versions_differ_by_more_than_its_noise(to_new, to_other, attempts):
+    world = world_at(0, attempts=2, workers=1)
+    judged = []
+
+    def score(completion):
+        found = ProbeScore([world.selected + to_new], [world.selected + to_other])
+        judged.append(found)
+        return found if len(judged) == 1 else World.score(world, completion)
+
+    world.score = score
+    assert world.refit.update(1).attempts == attempts
 
 
 def test_a_send_that_fails_once_is_tried_again():
