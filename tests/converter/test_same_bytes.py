@@ -303,6 +303,23 @@ def test_whatever_goes_wrong_in_the_writers_thread_ends_the_conversion(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_fails_in_the_background(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says only once that something was not written."""
+    real, calls = os.fdatasync, []
+
+    def fail_once(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(handle)
+
+    monkeypatch.setattr(blocks, "SYNC_SIZE", 1)
+    monkeypatch.setattr(os, "fdatasync", fail_once)
+    with pytest.raises(SqshError, match="could not be written"):
+        convert(str(image / "oci"), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_in_it(image: Path, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("unpacking needs root")
