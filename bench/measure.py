@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import shlex
 import subprocess
@@ -34,7 +33,6 @@ def measure(way: str, steps: list[str], out: Path, keep: bool = False) -> Row:
     """
     load = os.getloadavg()[0]
     os.sync()
-    _claim_free_memory()
     before = os.times()
     started = time.monotonic()
     with _Watch(out.parent) as watch:
@@ -69,15 +67,6 @@ def best(rows: list[Row]) -> list[Row]:
 def words(*parts: str | Path) -> str:
     """A shell command."""
     return shlex.join(map(str, parts))
-
-
-def _claim_free_memory() -> None:
-    """Touch what is free, up to a half: a virtual machine may have to get it back from its host, which takes longer
-    than to copy into it, and would count against whichever way comes first."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    found = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in lines)}
-    size = min(found["MemFree"] * 9 // 10, found["MemTotal"] // 2)
-    mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
 
 
 class _Watch:
