@@ -248,8 +248,8 @@ def table(rows: list[Row], about: dict[str, Any], choices: list[Choice]) -> str:
         f"One image: {about['layers'] / gb:.2f} GB of gzip layers, {about['unpacked'] / gb:.2f} GB unpacked, "
         f"{about['entries']} entries; {about['processors']} processors, Linux {about['kernel']}, "
         f"Python {about['python']}. Layers in the page cache, outputs synced; zstd level 1 and blocks of 128 kB where "
-        f"nothing else is said. The quickest of {about['rounds']} rounds of each, in which one file changed and the copy take "
-        f"{TURNS} turns. Load: the machine's before the run. "
+        f"nothing else is said. The quickest of {about['rounds']} rounds of each, in which one file changed and the "
+        f"copy take {TURNS} turns. Load: the machine's before the run. "
         "CPU time and memory of docker's daemon are not counted.",
         "",
         "| way | wall s | CPU s | peak memory MB | peak extra disk GB | size GB | load |",
