@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.config import Recipe
-from functional.runtime.errors import RunError
+from functional.runtime.errors import ConfigError, RunError
 
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 
@@ -26,12 +26,31 @@ def ray_environment() -> dict[str, str]:
     }
 
 
+def check_devices(recipe: Recipe) -> None:
+    """Raises ConfigError when this machine shows fewer GPUs than the recipe takes."""
+    cluster = recipe.cluster
+    if cluster.device == "cpu":
+        return
+    import torch
+
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if cluster.share_gpu and shown is not None:
+        raise ConfigError(f"CUDA_VISIBLE_DEVICES={shown}: cluster.share_gpu takes the machine's first GPU; unset it")
+    needed = 1 if cluster.share_gpu else cluster.gpus_per_node * cluster.num_nodes
+    found = torch.cuda.device_count()
+    if found < needed:
+        where = "this machine has" if shown is None else f"CUDA_VISIBLE_DEVICES={shown} shows"
+        raise ConfigError(f"cluster.gpus_per_node={cluster.gpus_per_node}: {needed} GPU(s) needed, {where} {found}")
+
+
 @contextmanager
 def local_ray(run_dir: Path, recipe: Recipe) -> Iterator[None]:
     """A Ray cluster of this machine alone. On CPU, and where one GPU is shared, Ray's GPUs are virtual devices."""
     import ray
 
     devices = recipe.cluster.gpus_per_node * recipe.cluster.num_nodes
+    if recipe.cluster.device == "cpu":
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray would hold the virtual devices against it
     ray.init(
         address="local",
         num_cpus=max(2, os.cpu_count() or 2),

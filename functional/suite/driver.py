@@ -36,7 +36,7 @@ from functional.runtime.rules import find_unsendable, merge_stop_strings
 from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import verdicts
 from functional.suite.checks import Checklist
-from functional.suite.cluster import local_ray, reserve
+from functional.suite.cluster import check_devices, local_ray, reserve
 from functional.suite.data import describe_data
 from functional.suite.flaky import flaky_proxy
 from functional.suite.leftovers import find_leftovers
@@ -63,6 +63,7 @@ def run(
             raise RecipeError(recipe_path, problems)
         data = describe_data(recipe.data.dataset_name, recipe.grpo.num_prompts_per_step)
         programs = find_programs()
+        check_devices(recipe)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -182,7 +182,7 @@ def check_refit(checks: Checklist, name: str, result: RefitResult, fleet: Fleet,
         all(p.previous is None or p.previous > p.current for p in probes),
         "; ".join(
             f"worker {p.worker}: {p.current:.5f} nats from version {result.version}"
-            + (f", {p.previous:.5f} from the one before" if p.previous is not None else "")
+            + ("" if p.previous is None else f", {p.previous:.5f} from the one before ({p.shift:.5f} between them)")
             for p in probes
         ),
         probes=[vars(p) for p in probes],
