@@ -402,6 +402,8 @@ class _Writer:
     def close(self, drop: bool) -> None:
         """End the thread, at once or when all is written."""
         self._dropped = drop
+        if drop and self._copier is not None:
+            self._copier.kill()  # the thread may be waiting for it
         self._todo.put(None)
         self._thread.join()
         if self._copier is not None:

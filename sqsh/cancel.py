@@ -8,7 +8,10 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from sqsh.errors import SqshError
+
 T = TypeVar("T")
+NO_THREAD = "can't start new thread"  # RuntimeError's words (CPython 3.11 to 3.14)
 
 
 class Cancelled(Exception):  # noqa: N818
@@ -34,6 +37,7 @@ def in_thread(work: Callable[[Cancel], T]) -> T:
 
     What a signal's handler raises can hit the main thread while it takes a lock, which then stays taken for ever. Here
     it hits nothing but a read. The work is told to end, and has ended when the handler's exception goes on.
+    Raises SqshError when this process may start no more threads, here or in the work.
     """
     cancel = Cancel()
     results: list[T] = []
@@ -51,7 +55,11 @@ def in_thread(work: Callable[[Cancel], T]) -> T:
     thread = threading.Thread(target=run, name="work")
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the thread inherits it
     try:
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            errors.append(error)
+            os.close(at_end)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.read(ended, 1)
     except BaseException:
@@ -62,6 +70,8 @@ def in_thread(work: Callable[[Cancel], T]) -> T:
     finally:
         os.close(ended)
     if errors:
+        if NO_THREAD in str(errors[0]):
+            raise SqshError("no more threads can be started", "raise the limit: ulimit -u, or pids.max of the cgroup")
         raise errors[0]
     return results[0]
 

@@ -6,12 +6,16 @@ thread of that it would wait for the interpreter at every call.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
+from typing import NoReturn
 
 from isal import isal_zlib
 
@@ -22,6 +26,9 @@ ANSWER = struct.Struct("<i")  # DONE, CHANGED, or the error number of a write
 DONE, CHANGED = 0, -1
 MOST_ASKED = 8  # requests without an answer
 PART = 1 << 20  # copied at once: the kernel takes several times as long for larger writes
+# The process looks for modules where this one does, in whatever way that came to be.
+START = "import sys; sys.path[:] = sys.argv[1:]; from sqsh.copier import serve; serve()"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Changed(Exception):  # noqa: N818
@@ -32,17 +39,23 @@ class Copier:
     """Copies to the file `target`, in which others may write elsewhere meanwhile. For one thread at a time."""
 
     def __init__(self, target: int) -> None:
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its:
-            # By its path, since the package need not be where a new interpreter would look for it.
-            command = [sys.executable, "-P", __file__]
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            try:
-                self._process = subprocess.Popen(command, stdin=its.fileno(), env=environment)
-            except OSError:
-                ours.close()
-                raise Changed from None
-        self._socket = ours
+        """Raises Changed when the process cannot be started."""
+        if not sys.executable:
+            raise Changed
+        command = [sys.executable, "-c", START, *map(str, sys.path)]
+        try:
+            self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError:
+            raise Changed from None
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=its.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+        except OSError:
+            self._socket.close()
+            raise Changed from None
+        finally:
+            its.close()
         self._files = [target]
         self._sent = 0
         self._asked = 0
@@ -67,8 +80,11 @@ class Copier:
         while self._asked:
             self._take_answer()
 
+    def kill(self) -> None:
+        """End the process, whatever it is at; whoever waits for its answer gets Changed. For any thread."""
+        self._process.kill()
+
     def close(self) -> None:
-        """End the process, whatever it is at."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
@@ -98,17 +114,20 @@ def read_earlier(source: int, part: memoryview | bytearray, start: int) -> None:
         raise Changed
 
 
-def _serve(asked: socket.socket) -> None:
-    """Copy what is asked for until nobody asks any more."""
-    buffer = memoryview(bytearray(PART))
-    files: list[int] = []
-    while True:
-        request, handles, _, _ = socket.recv_fds(asked, REQUEST.size, 2)
-        if not request:
-            return
-        files += handles
-        source, *words = REQUEST.unpack(request)
-        asked.send(ANSWER.pack(_status(files[source], files[0], buffer, *words)))
+def serve() -> NoReturn:
+    """In the process: copy what is asked for on stdin, a socket, until nobody asks any more."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # even while stopped: it shares the output's lock
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError), socket.socket(fileno=0) as asked:
+        buffer = memoryview(bytearray(PART))
+        files: list[int] = []
+        while True:
+            request, handles, _, _ = socket.recv_fds(asked, REQUEST.size, 2)
+            if not request:
+                break
+            files += handles
+            source, *words = REQUEST.unpack(request)
+            asked.send(ANSWER.pack(_status(files[source], files[0], buffer, *words)))
+    os._exit(0)
 
 
 def _status(source: int, target: int, buffer: memoryview, *words: int) -> int:
@@ -132,10 +151,3 @@ def _copy(source: int, target: int, buffer: memoryview, start: int, position: in
             written += os.pwrite(target, part[written:], position + at + written)
     if found != total:
         raise Changed
-
-
-if __name__ == "__main__":
-    try:
-        _serve(socket.socket(fileno=0))
-    except (BrokenPipeError, ConnectionResetError):
-        sys.exit(0)

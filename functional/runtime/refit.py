@@ -376,14 +376,14 @@ class FleetRefit:
             shift = mean_difference(score.current, score.previous)
         cached = (self._warmed[worker.instance_id], completion.cached_tokens)
         verdict = ProbeVerdict(worker.index, current, previous, shift, *cached)
-        if current > self._noise:
+        if not current <= self._noise:  # nor is NaN
             raise RefitError(
                 f"worker {worker.index}: the probe's log-probs lie {current:.4f} nats from the trainer's at the new "
                 f"version (at most {self._noise:g})"
             )
         if verdict.fits_other:
             raise RefitError(
-                f"worker {worker.index}: the probe fits the other version ({previous:.4f} nats) no worse than the new "
+                f"worker {worker.index}: the probe fits the other version ({previous:.4f} nats) better than the new "
                 f"one ({current:.4f} nats)"
             )
         return verdict

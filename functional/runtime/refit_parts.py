@@ -84,11 +84,12 @@ class ProbeVerdict:
 
     @property
     def fits_other(self) -> bool:
-        """The probe fits the other version no worse than the new one, and the two differ enough for that to mean
-        something. After a small optimizer step they may not: the hash alone then tells which one the worker has."""
+        """The engine lies from the other version less than half as far as the trainer's two versions from each other,
+        so further from the new one than from it. Where the two are too alike to say so, the hash alone tells which the
+        worker has."""
         if self.previous is None or self.shift is None:
             return False
-        return self.previous <= self.current and self.shift > 2 * self.previous
+        return 2 * self.previous < self.shift
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
+
 from functional.runtime.control import ControlError, WorkerControl
 from functional.runtime.errors import RefitError, RolloutError
 from functional.runtime.refit import RefitResult
@@ -34,7 +36,6 @@ LONG_TOKENS = 512
 """An answer so long that a worker is still at it when it is seen to be at it: some seconds."""
 UNDER_WAY = "dynamo_component_inflight_requests"
 """The worker's metric of requests that it has taken and not answered."""
-PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -211,10 +212,16 @@ class FaultSession(Session):
         """Completions during which the workers `victims` are killed, each at work on some of them."""
         pids = [pid for victim in victims for pid in parts.fleet.pids()[f"worker-{victim}"]]
         controls = [parts.fleet.workers[victim].control for victim in victims]
-        threading.Thread(target=kill_at_work, args=(controls, pids), daemon=True).start()
         prompts = [prompt.token_ids for prompt in parts.task.prompts(1) for _ in range(8)]
         long = replace(parts, sampling=replace(parts.sampling, max_tokens=LONG_TOKENS, ignore_eos=True))
-        return self._generate(long, prompts, self._version)
+        generated = threading.Event()
+        strike = threading.Thread(target=kill_at_work, args=(controls, pids, generated))
+        strike.start()
+        try:
+            return self._generate(long, prompts, self._version)
+        finally:
+            generated.set()
+            strike.join()
 
     def _nudge(self, parts: Parts, fault: SendFault | None = None) -> int:
         """A new version in the trainer, and what is to go wrong when it is sent."""
@@ -259,13 +266,20 @@ def hit(strike: Strike) -> None:
     send(strike.signum, strike.pids)
 
 
-def kill_at_work(controls: list[WorkerControl], pids: list[int]) -> None:
-    """Kill `pids` once all of their workers have requests under way; no one is killed where that never comes."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not all(select(control.metrics(), [UNDER_WAY]).get(UNDER_WAY) for control in controls):
-        if time.monotonic() > deadline:
+def kill_at_work(controls: list[WorkerControl], pids: list[int], generated: threading.Event) -> None:
+    """Kill `pids` once all of their workers have requests under way; no one is killed when all is generated before."""
+    while not generated.wait(0.01):
+        if all(map(is_at_work, controls)):
+            send(signal.SIGKILL, pids)
             return
-    send(signal.SIGKILL, pids)
+
+
+def is_at_work(control: WorkerControl) -> bool:
+    """Whether the worker says that it has requests under way."""
+    try:
+        return select(control.metrics(), [UNDER_WAY]).get(UNDER_WAY, 0) > 0
+    except httpx.HTTPError:
+        return False
 
 
 def send(signum: int, pids: list[int]) -> None:

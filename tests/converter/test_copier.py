@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+import subprocess
+import sys
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 from sqsh.copier import MOST_ASKED, PART, Changed, Copier
 
 pytestmark = pytest.mark.sqsh
+REPO = Path(__file__).resolve().parents[2]
 SIZE = 5 * PART + 1234
 
 
@@ -100,3 +104,28 @@ def test_what_is_wrong_shows_before_the_end(copier: Copier, source: int, content
 def ask_often(copier: Copier, source: int, content: bytes) -> None:
     for _ in range(MOST_ASKED):
         copier.copy(source, 0, 0, SIZE, zlib.crc32(content))
+
+
+ABANDONED = """
+import os, signal, sys, time
+from sqsh.copier import Copier
+
+copier = Copier(2)
+copier.copy(0, 0, 0, 0, 0)
+copier.finish()
+os.kill(copier._process.pid, signal.SIGSTOP)
+print(copier._process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_it_does_not_outlive_the_conversion() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ABANDONED], cwd=REPO, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[-1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

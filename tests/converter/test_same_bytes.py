@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -20,6 +21,7 @@ import pytest
 
 from sqsh import blocks
 from sqsh.convert import Options, convert
+from sqsh.copier import Copier
 from sqsh.errors import BadImage, SqshError, UsageError
 from sqsh.stream import Limits
 from tests.converter.layers import PLAIN, Item, converted, folder, hardlink, tree, unsquashed, write_image
@@ -259,6 +261,32 @@ class TestCache:
         assert (result.layers_copied, len(notes)) == (0, 1)
         assert (tmp_path / "2").read_bytes() == (image / "image.sqsh").read_bytes()
 
+    def test_a_copy_that_stands_still_can_be_interrupted(
+        self, image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        converted(image / "oci", tmp_path / "1", self.options(tmp_path))
+        copiers: list[Copier] = []
+        copy = Copier.copy
+
+        def stopped(copier: Copier, *words: int) -> None:
+            os.kill(copier._process.pid, signal.SIGSTOP)
+            copiers.append(copier)
+            copy(copier, *words)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Copier, "copy", stopped)
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                convert(str(image / "oci"), tmp_path / "2", self.options(tmp_path))
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert copiers[0]._process.returncode == -signal.SIGKILL
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "cache"]
+
     def test_a_cached_layer_has_no_more_entries_than_allowed(self, image: Path, tmp_path: Path) -> None:
         converted(image / "oci", tmp_path / "1", self.options(tmp_path))
         with pytest.raises(BadImage, match="has more than 2 entries"):
@@ -318,6 +346,22 @@ def test_a_disk_that_fails_in_the_background(image: Path, tmp_path: Path, monkey
     with pytest.raises(SqshError, match="could not be written"):
         convert(str(image / "oci"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_more_threads(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+    for allowed in range(4):
+        left = iter(range(allowed))
+
+        def limited(thread: threading.Thread, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        with pytest.raises(SqshError, match="no more threads can be started"):
+            convert(str(image / "oci"), tmp_path / "out")
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_in_it(image: Path, tmp_path: Path) -> None:
