@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -260,6 +261,26 @@ class TestCache:
         result = convert(str(image / "oci"), tmp_path / "2", replace(self.options(tmp_path), note=notes.append))
         assert (result.layers_copied, len(notes)) == (0, 1)
         assert (tmp_path / "2").read_bytes() == (image / "image.sqsh").read_bytes()
+
+    def test_out_of_handles_nothing_is_copied(
+        self, image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def no_more(*_: object) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        converted(image / "oci", tmp_path / "1", self.options(tmp_path))
+        monkeypatch.setattr(socket, "socketpair", no_more)
+        assert convert(str(image / "oci"), tmp_path / "2", self.options(tmp_path)).layers_copied == 0
+        assert (tmp_path / "2").read_bytes() == (image / "image.sqsh").read_bytes()
+
+    def test_modules_may_come_from_any_path(self, image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The copying process looks where this one does, which an environment variable could not say."""
+        converted(image / "oci", tmp_path / "1", self.options(tmp_path))
+        (tmp_path / "a:b").symlink_to(REPO)
+        paths = [Path("/nowhere"), str(tmp_path / "a:b"), *(path for path in sys.path if path not in ("", str(REPO)))]
+        monkeypatch.setattr(sys, "path", paths)
+        monkeypatch.chdir(tmp_path)
+        assert convert(str(image / "oci"), tmp_path / "2", self.options(tmp_path)).layers_copied == 2
 
     def test_a_copy_that_stands_still_can_be_interrupted(
         self, image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
