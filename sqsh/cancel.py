@@ -71,7 +71,8 @@ def in_thread(work: Callable[[Cancel], T]) -> T:
         os.close(ended)
     if errors:
         if NO_THREAD in str(errors[0]):
-            raise SqshError("no more threads can be started", "raise the limit: ulimit -u, or pids.max of the cgroup")
+            hint = "raise the limit: ulimit -u, or pids.max of the cgroup"
+            raise SqshError("no more threads can be started", hint) from errors[0]
         raise errors[0]
     return results[0]
 

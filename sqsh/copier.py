@@ -1,7 +1,7 @@
 """Copies blocks of earlier outputs in a process of its own.
 
-Where most of an output is a copy, this one is as long at work as the conversion that builds the tables meanwhile. As a
-thread of that it would wait for the interpreter at every call.
+Where most of an output is a copy, copying takes about as long as building the tables does. As a thread it would share
+the interpreter with that, and wait for it at every call.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Copier:
         self._process.kill()
 
     def close(self) -> None:
-        self._process.kill()
+        """End the process, and give back what it took."""
+        self.kill()
         self._process.wait()
         self._socket.close()
 

@@ -47,6 +47,7 @@ def test_admission_is_shut_until_a_first_version_is_proved():
         pytest.param(0.05, 0.04, 1, id="a shift within the noise"),
         pytest.param(0.05, -0.04, 2, id="clearly the other"),
         pytest.param(0.05, 0.0, 2, id="exactly the other"),
+        pytest.param(float("nan"), 0.09, 2, id="not a number"),
     ],
 )
 def test_a_probe_speaks_where_versions_differ_by_more_than_its_noise(to_new, to_other, attempts):
