@@ -341,20 +341,26 @@ class Session:
             self.say(f"refit: {transition.before} → {transition.after}: {transition.reason}")
 
     def _check_overlap(self, parts: Parts) -> None:
-        """A shared prefix overlaps the second time the router sees it, and no more once the caches are cleared."""
+        """A shared prefix overlaps the second time the router sees it, and no more once the caches are cleared.
+
+        Asked of the frontend itself: where a connection breaks behind the answer, the next attempt would find the
+        prefix that the one before it left in the cache.
+        """
         prompt, temperature = parts.probe_prompt, parts.sampling.temperature
         sampling = Sampling(PROBE_TOKENS, temperature, ignore_eos=True)
 
         def routed() -> Completion:
             time.sleep(EVENT_DELAY_S)  # cache events reach the router behind the answers
-            return asyncio.run(parts.client.complete_all([prompt], sampling))[0]
+            return asyncio.run(parts.prober.complete_all([prompt], sampling))[0]
 
         routed()
         warm = routed()
+        cleared = verdicts.cleared_events(parts.fleet)
         for worker in parts.fleet.workers:
             worker.control.call("flush_cache")
             # An engine tells of a clear with its next step.
             asyncio.run(parts.prober.complete_on(worker.instance_id, prompt[:4], Sampling(1, temperature)))
+        verdicts.await_cleared(parts.fleet, cleared)
         verdicts.check_overlap(self.checks, warm, routed())
 
     def _keep_metrics(self, fleet: Fleet) -> None:

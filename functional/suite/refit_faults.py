@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
-
 from functional.runtime.control import ControlError, WorkerControl
 from functional.runtime.errors import RefitError, RolloutError
+from functional.runtime.identity import received_requests
 from functional.runtime.refit import RefitResult
 from functional.runtime.refit_machine import Event, State, Transition
-from functional.runtime.telemetry import select
 from functional.suite import driver
 from functional.suite.driver import Parts, Session, watched
 from functional.suite.send_faults import SendFault
@@ -33,9 +31,7 @@ SETTINGS = [
     "policy.generation.vllm_cfg.max_model_len=1024",
 ]
 LONG_TOKENS = 512
-"""An answer so long that a worker is still at it when it is seen to be at it: some seconds."""
-UNDER_WAY = "dynamo_component_inflight_requests"
-"""The worker's metric of requests that it has taken and not answered."""
+"""An answer so long that a worker whose log has just told of the request is still at it: some seconds."""
 
 
 @dataclass(frozen=True)
@@ -209,19 +205,24 @@ class FaultSession(Session):
         self._judge(name, proper, result)
 
     def _generate_under_strike(self, parts: Parts, victims: list[int]) -> list[Any]:
-        """Completions during which the workers `victims` are killed, each at work on some of them."""
-        pids = [pid for victim in victims for pid in parts.fleet.pids()[f"worker-{victim}"]]
-        controls = [parts.fleet.workers[victim].control for victim in victims]
+        """Completions during which the workers `victims` are killed, each once it has taken one of the prompts."""
         prompts = [prompt.token_ids for prompt in parts.task.prompts(1) for _ in range(8)]
         long = replace(parts, sampling=replace(parts.sampling, max_tokens=LONG_TOKENS, ignore_eos=True))
         generated = threading.Event()
-        strike = threading.Thread(target=kill_at_work, args=(controls, pids, generated))
-        strike.start()
+        pids = parts.fleet.pids()
+        strikes = []
+        for victim in (f"worker-{index}" for index in victims):
+            log = self.out / "logs" / f"{victim}.log"
+            arguments = (log, len(received_requests(log)), pids[victim], generated)
+            strikes.append(threading.Thread(target=kill_at_work, args=arguments))
+        for strike in strikes:
+            strike.start()
         try:
             return self._generate(long, prompts, self._version)
         finally:
             generated.set()
-            strike.join()
+            for strike in strikes:
+                strike.join()
 
     def _nudge(self, parts: Parts, fault: SendFault | None = None) -> int:
         """A new version in the trainer, and what is to go wrong when it is sent."""
@@ -266,20 +267,15 @@ def hit(strike: Strike) -> None:
     send(strike.signum, strike.pids)
 
 
-def kill_at_work(controls: list[WorkerControl], pids: list[int], generated: threading.Event) -> None:
-    """Kill `pids` once all of their workers have requests under way; no one is killed when all is generated before."""
-    while not generated.wait(0.01):
-        if all(map(is_at_work, controls)):
+def kill_at_work(log: Path, received: int, pids: list[int], generated: threading.Event) -> None:
+    """Kill `pids` once their worker's log tells of more than `received` requests, unless all is `generated` before.
+
+    The log, not the worker's metrics: these take up to two seconds to come from a worker at work on two cores.
+    """
+    while not generated.wait(0.02):
+        if len(received_requests(log)) > received:
             send(signal.SIGKILL, pids)
             return
-
-
-def is_at_work(control: WorkerControl) -> bool:
-    """Whether the worker says that it has requests under way."""
-    try:
-        return select(control.metrics(), [UNDER_WAY]).get(UNDER_WAY, 0) > 0
-    except httpx.HTTPError:
-        return False
 
 
 def send(signum: int, pids: list[int]) -> None:
