@@ -21,7 +21,7 @@ from functional.suite.grpo import LossConfig
 from functional.suite.policy import Policy, Sample, collate
 from functional.suite.send_faults import FaultyWeights, SendFault
 
-NUDGE = 0.05
+NUDGE = 0.15
 """Noise of `Trainer.nudge`, in standard deviations of the tensor it is added to."""
 TRANSPORT = {"cpu": "gloo", "cuda": "nccl"}
 
