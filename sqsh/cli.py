@@ -29,7 +29,8 @@ UNITS = {"": 1, "k": 1000, "K": 1024, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 def main(words: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # closed by the caller
-        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+        with Path(os.devnull).open("w") as sys.stderr:
+            return main(words)
     arguments = _parser().parse_args(words)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
