@@ -40,7 +40,7 @@ class Case:
 LONG = ("policy.generation.max_new_tokens=64",)
 HELD = ("faults.pause_send_version=1",)
 CASES = {
-    "worker-killed-generating": Case("worker-0", "step 1: generating", None, 0, LONG),
+    "worker-killed-generating": Case("worker-0", "step 1: generating", None, 0, LONG, delay_s=0),
     "worker-killed-mid-transfer": Case("worker-0", "refit 1: transfer", None, 0, HELD, delay_s=2),
     "etcd-killed": Case("etcd", "step 1: generating", "etcd was killed by SIGKILL", overrides=LONG),
     "nats-killed": Case("nats-server", "step 1: generating", "nats-server was killed by SIGKILL", overrides=LONG),
@@ -103,8 +103,9 @@ def _judge_report(case: Case, out: Path) -> tuple[str, list[str]]:
     problems = [] if case.blamed is None or case.blamed in error else [f"the error does not say «{case.blamed}»"]
     if case.status == 0 and not any(refit["replaced"] for refit in report["refits"]):
         problems.append("no worker was replaced")
-    failed = [c["detail"] for c in report["checks"] if c["name"].startswith("teardown.") and not c["passed"]]
-    return error, problems + failed
+    wanted = "" if case.status == 0 else "teardown."
+    failed = [c for c in report["checks"] if c["name"].startswith(wanted) and not c["passed"]]
+    return error, problems + [f"{c['name']}: {c['detail']}" for c in failed]
 
 
 def _leftovers(pids: list[int], out: Path) -> list[str]:
