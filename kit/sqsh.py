@@ -61,7 +61,7 @@ def _convert(made: Release, image: Image, options: Options) -> SqshSection:
 def _image_of(made: Release, source: str, platform: str) -> Image:
     if not source and not (made.oci / "index.json").exists():
         raise UsageError(f"no image at {made.oci}", "make it first: ./build.py image, or name a SOURCE")
-    image = find_image(source or str(made.oci), platform)
+    image = find_image(source or str(made.oci), platform, say)
     recorded = read_record(made.record).image.digest if made.record.exists() else image.digest
     if recorded != image.digest:
         raise UsageError(

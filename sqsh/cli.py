@@ -21,6 +21,7 @@ from sqsh.compress import IDS
 from sqsh.convert import Options, Result, convert
 from sqsh.errors import SqshError, UsageError
 from sqsh.image import find_image
+from sqsh.reference import parse_reference
 from sqsh.stream import Limits
 from sqsh.verify import verify
 
@@ -105,7 +106,7 @@ def _convert(arguments: argparse.Namespace) -> Result:
     )
     if arguments.processors < 0:
         raise UsageError(f"--processors {arguments.processors} is no number of processors")
-    image = find_image(arguments.image, arguments.platform)
+    image = find_image(arguments.image, arguments.platform, say.line)
     result = convert(image, arguments.out, options)
     say.line(
         f"{result.out}: {_text(result.size)} in {result.seconds:.1f} s, {result.inodes} inodes, "
@@ -119,13 +120,12 @@ def _convert(arguments: argparse.Namespace) -> Result:
 
 def _enroot(arguments: argparse.Namespace) -> int:
     """What enroot makes of it, by its own settings (ENROOT_SQUASH_OPTIONS and the like)."""
-    from sqsh.registry import parse_reference
-
     reference = parse_reference(arguments.image)
     if shutil.which("enroot") is None:
         raise UsageError("enroot is not installed", "leave --engine out")
     separator = "@" if reference.is_digest else ":"
-    image = f"docker://{reference.host}#{reference.repository}{separator}{reference.name}"
+    user = f"{reference.user}@" if reference.user else ""
+    image = f"docker://{user}{reference.host}#{reference.repository}{separator}{reference.name}"
     return subprocess.run(["enroot", "import", "--output", arguments.out, image]).returncode and 1
 
 

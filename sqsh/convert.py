@@ -82,7 +82,7 @@ def convert(source: str | Image, out: Path, options: Options | None = None) -> R
     started = time.monotonic()
     if options.block_size not in BLOCK_SIZES:
         raise UsageError(f"no squashfs has blocks of {options.block_size} bytes", "choose 4096 to 1048576, doubling")
-    image = find_image(source, options.platform) if isinstance(source, str) else source
+    image = find_image(source, options.platform, options.note) if isinstance(source, str) else source
     compressor = Compressor(options.compressor, options.level, options.block_size)
     with _quiet_collector():
         try:

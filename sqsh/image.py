@@ -8,6 +8,7 @@ import os
 import platform as machine
 import re
 import tarfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,10 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sqsh.errors import BadImage, UsageError
+from sqsh.reference import DIGEST
 from sqsh.stream import Blob, Source
 
 MAX_JSON = 16 << 20
-DIGEST = r"sha256:[0-9a-f]{64}"
 INDEXES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 MANIFESTS = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
 LAYERS = re.compile(
@@ -47,9 +48,9 @@ class Image:
 
 
 class Store:
-    """Opens blobs by digest. `size` is what a manifest states."""
+    """Opens blobs by digest. `size` is what a manifest states; `stopped` ends whatever reading them may wait for."""
 
-    def open(self, digest: str, size: int) -> Source:
+    def open(self, digest: str, size: int, stopped: threading.Event | None = None) -> Source:
         raise NotImplementedError
 
     def read(self, digest: str, size: int) -> bytes:
@@ -71,27 +72,28 @@ class Store:
         return data
 
 
-def find_image(text: str, platform: str = "") -> Image:
+def find_image(text: str, platform: str = "", note: Callable[[str], None] = lambda text: None) -> Image:
     """The image that `text` names: a layout's folder, an archive, `DIR:TAG` of either, or a registry's reference.
 
     With a `platform`, such as linux/arm64, an index's image for it; any other image must say that it is for it.
+    `note` is told what there is to wait for.
     """
     if platform and len(platform.split("/")) not in (2, 3):
         raise UsageError(f"'{platform}' is no platform", "write os/architecture, such as linux/amd64")
-    image = _find(text, platform)
+    image = _find(text, platform, note)
     if platform:
         _refuse_another(image, platform.split("/"))
     return image
 
 
-def _find(text: str, platform: str) -> Image:
+def _find(text: str, platform: str, note: Callable[[str], None]) -> Image:
     place, tag = _place(text)
     if place is None:
         if text.startswith((".", "/")) or "/./" in text:
             raise UsageError(f"no OCI layout at {text}", "name its folder, an archive, or registry/repository@sha256:…")
         from sqsh.registry import registry_image
 
-        return registry_image(text, platform)
+        return registry_image(text, platform, note)
     if place.is_dir():
         return _from_index(text, _read_index(place / "index.json"), LayoutStore(place), tag, platform)
     return _archive_image(text, place, tag, platform)
@@ -156,8 +158,8 @@ def from_descriptor(text: str, found: Descriptor, raw: bytes, store: Store, plat
     return Image(text, found.digest, found.media_type or manifest.media_type, config, layers)
 
 
-def _opener(store: Store, layer: Descriptor) -> Callable[[], Source]:
-    return lambda: store.open(layer.digest, layer.size)
+def _opener(store: Store, layer: Descriptor) -> Callable[[threading.Event], Source]:
+    return lambda stopped: store.open(layer.digest, layer.size, stopped)
 
 
 def _choose(manifests: list[Descriptor], platform: str, text: str) -> Descriptor:
@@ -214,7 +216,7 @@ class LayoutStore(Store):
     def __init__(self, folder: Path) -> None:
         self._blobs = folder / "blobs"
 
-    def open(self, digest: str, size: int) -> Source:
+    def open(self, digest: str, size: int, stopped: threading.Event | None = None) -> Source:
         path = self._blobs / digest.replace(":", "/", 1)
         try:
             source = path.open("rb", buffering=0)
@@ -237,7 +239,7 @@ class ArchiveStore(Store):
         except (tarfile.TarError, OSError) as error:
             raise UsageError(f"{path} is no image archive ({error})", "name one that `docker save` wrote") from None
 
-    def open(self, digest: str, size: int) -> Source:
+    def open(self, digest: str, size: int, stopped: threading.Event | None = None) -> Source:
         return self.member(digest.replace("sha256:", "blobs/sha256/", 1))
 
     def has(self, name: str) -> bool:
@@ -321,4 +323,4 @@ def _saved_layer(store: ArchiveStore, name: str, diff: str) -> Blob:
     """A layer of an archive: its digest is that of the uncompressed tar, which is how it is saved."""
     member = store.member(name)
     member.close()
-    return Blob(diff, member.size, lambda: store.member(name))
+    return Blob(diff, member.size, lambda stopped: store.member(name))

@@ -2,62 +2,26 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import http.client
-import json
-import re
-import time
+import threading
 import urllib.error
-import urllib.parse
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Callable
+from email.message import Message
 
-from sqsh.credentials import credentials
-from sqsh.errors import BadImage, SqshError, UsageError
-from sqsh.image import DIGEST, INDEXES, MANIFESTS, MAX_JSON, Descriptor, Image, Store, from_descriptor
+from sqsh.authorization import Authorizer
+from sqsh.errors import BadImage, SqshError
+from sqsh.image import INDEXES, MANIFESTS, Descriptor, Image, Store, from_descriptor
+from sqsh.reference import LOOPBACK, Reference, parse_reference
 from sqsh.stream import Source
-
-TIMEOUT_S = 60.0
-TRIES = 5
-LOOPBACK = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
-REFERENCE = re.compile(
-    r"(?P<repository>[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*)"
-    rf"(:(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{{0,127}}))?(@(?P<digest>{DIGEST}))?"
-)
+from sqsh.transport import Patience, Transport, Unreachable, origin
 
 
-@dataclass(frozen=True)
-class Reference:
-    host: str
-    repository: str
-    name: str  # a tag or a digest
-
-    @property
-    def is_digest(self) -> bool:
-        return ":" in self.name
-
-
-def parse_reference(text: str) -> Reference:
-    """`[docker://][HOST/]REPOSITORY[:TAG][@DIGEST]`; enroot's `HOST#REPOSITORY` too."""
-    plain = text.removeprefix("docker://").replace("#", "/", 1)
-    host, slash, rest = plain.partition("/")
-    if not slash or not ("." in host or ":" in host or host == "localhost"):
-        host, rest = "docker.io", plain
-    found = REFERENCE.fullmatch(rest)
-    if found is None:
-        raise UsageError(f"'{text}' is no image reference", "write registry/repository:tag or …@sha256:…")
-    repository = found["repository"]
-    if host in ("docker.io", "index.docker.io"):
-        host = "registry-1.docker.io"
-        repository = repository if "/" in repository else f"library/{repository}"
-    return Reference(host, repository, found["digest"] or found["tag"] or "latest")
-
-
-def registry_image(text: str, platform: str) -> Image:
+def registry_image(text: str, platform: str, note: Callable[[str], None]) -> Image:
     """Resolve a reference to its manifest; what the registry answers must hash to the digest that was asked for."""
     reference = parse_reference(text)
-    registry = RegistryStore(reference)
+    registry = RegistryStore(reference, note)
     raw, media_type = registry.manifest(reference.name)
     digest = f"sha256:{hashlib.sha256(raw).hexdigest()}"
     if reference.is_digest and digest != reference.name:
@@ -67,22 +31,21 @@ def registry_image(text: str, platform: str) -> Image:
 
 
 class RegistryStore(Store):
-    def __init__(self, reference: Reference) -> None:
+    def __init__(self, reference: Reference, note: Callable[[str], None]) -> None:
         self._reference = reference
-        local = LOOPBACK.fullmatch(reference.host)
-        scheme = "http" if local else "https"
-        # A proxy of the site's knows nothing of this machine's own registry.
-        proxies = urllib.request.ProxyHandler({} if local else None)
-        self._opener = urllib.request.build_opener(proxies)
+        self._transport = Transport(reference.host, note)
+        self._authorizer = Authorizer(reference, self._transport)
+        scheme = "http" if LOOPBACK.fullmatch(reference.host) else "https"
         self._base = f"{scheme}://{reference.host}/v2/{reference.repository}"
         self._authorization = ""
 
     def manifest(self, name: str) -> tuple[bytes, str]:
-        with self.get(f"manifests/{name}", {"Accept": ", ".join((*MANIFESTS, *INDEXES))}) as answer:
-            raw = answer.read(MAX_JSON + 1)
-            if len(raw) > MAX_JSON:
-                raise BadImage(f"the manifest of {name} has more than {MAX_JSON} bytes")
-            return raw, str(answer.headers.get("Content-Type") or "").partition(";")[0]
+        def once() -> tuple[bytes, Message]:
+            with self.get(f"manifests/{name}", {"Accept": ", ".join((*MANIFESTS, *INDEXES))}) as answer:
+                return self._transport.whole(answer, f"the manifest of {name}"), answer.headers
+
+        raw, headers = self._transport.patiently(once)
+        return raw, str(headers.get("Content-Type") or "").partition(";")[0]
 
     def read(self, digest: str, size: int) -> bytes:
         """Manifests of an index are no blobs to a registry: what is not found as one is asked for as the other."""
@@ -94,82 +57,55 @@ class RegistryStore(Store):
                 raise BadImage(f"{digest} has other content than its digest says") from None
             return raw
 
-    def open(self, digest: str, size: int) -> Source:
-        return _Blob(self, digest, size)
+    def open(self, digest: str, size: int, stopped: threading.Event | None = None) -> Source:
+        return _Blob(self, digest, size, Patience(self._transport.note, stopped))
 
     def get(self, path: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-        """Ask, with what the registry demands to know of us once it has said so."""
+        """Ask once, with what the registry demands to know of us if it has said so."""
         for attempt in (1, 2):
             request = urllib.request.Request(f"{self._base}/{path}", headers=headers)
             if self._authorization:
                 # Not sent on to where the registry may point us: blobs often lie on another host.
                 request.add_unredirected_header("Authorization", self._authorization)
             try:
-                answer: http.client.HTTPResponse = self._opener.open(request, timeout=TIMEOUT_S)
-                return answer
+                return self._transport.open(request, f"{self._reference.repository}/{path}")
             except urllib.error.HTTPError as error:
-                if error.code == 401 and attempt == 1:
-                    self._authorization = self._authorize(error.headers.get("WWW-Authenticate") or "")
-                    continue
-                raise self._refused(path, error) from None
-            except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-                reason = getattr(error, "reason", error)
-                raise Unreachable(
-                    f"cannot reach {self._reference.host} ({reason})", "see that the registry is up"
-                ) from None
+                own = origin(error.url) == origin(self._base)
+                if error.code == 401 and attempt == 1 and own:
+                    answer = self._authorizer.answer(error.headers.get_all("WWW-Authenticate") or [])
+                    if answer:
+                        self._authorization = answer
+                        continue
+                raise self._refused(path, error, own) from None
         raise AssertionError
 
-    def _authorize(self, challenge: str) -> str:
-        login = credentials(self._reference.host)
-        basic = "Basic " + base64.b64encode(":".join(login).encode()).decode() if login else ""
-        if not challenge.lower().startswith("bearer "):
-            return basic
-        fields = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
-        if not fields.get("realm", "").startswith(("https://", self._base.partition("/v2/")[0])):
-            raise SqshError(f"{self._reference.host} asks for a token from an unsafe place")
-        query = {"scope": fields.get("scope") or f"repository:{self._reference.repository}:pull"}
-        if "service" in fields:
-            query["service"] = fields["service"]
-        request = urllib.request.Request(f"{fields['realm']}?{urllib.parse.urlencode(query)}")
-        if basic:
-            request.add_unredirected_header("Authorization", basic)
-        try:
-            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
-                body = json.loads(answer.read(MAX_JSON))
-            return f"Bearer {body.get('token') or body['access_token']}"
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise SqshError(
-                f"{self._reference.host} gives no token for {self._reference.repository} ({error})",
-                "see your login (docker login, or enroot's .credentials)",
-            ) from None
-
-    def _refused(self, path: str, error: urllib.error.HTTPError) -> SqshError:
-        what = f"{self._reference.host} answers {error.code} {error.reason} for {self._reference.repository}/{path}"
+    def _refused(self, path: str, error: urllib.error.HTTPError, own: bool) -> SqshError:
+        host = self._reference.host
+        who = host if own else f"{origin(error.url)[1] or 'the place'}, where {host} points,"
+        what = f"{who} answers {error.code} {error.reason} for {self._reference.repository}/{path}"
         if error.code == 404:
             return NotThere(what, "see that the image is there")
-        if error.code >= 500 or error.code == 429:
-            return Unreachable(what, "try again later")
-        return SqshError(what, "see your login (docker login, or enroot's .credentials)")
+        if error.code not in (401, 403):
+            return SqshError(what, "see what the registry's log says")
+        if not own:
+            return SqshError(what, f"no login goes there; this is for the keepers of {host} to mend")
+        return SqshError(what, self._authorizer.hint)
 
 
 class NotThere(SqshError):  # noqa: N818
     pass
 
 
-class Unreachable(SqshError):  # noqa: N818
-    """Worth another try."""
-
-
 class _Blob:
     """A blob as it comes; a connection that breaks is taken up again where it broke."""
 
-    def __init__(self, registry: RegistryStore, digest: str, size: int) -> None:
+    def __init__(self, registry: RegistryStore, digest: str, size: int, patience: Patience) -> None:
         self._registry = registry
         self._digest = digest
         self._size = size
+        self._patience = patience
         self._got = 0
-        self._failures = 0
-        self._answer: http.client.HTTPResponse | None = self._ask()
+        self._answer: http.client.HTTPResponse | None = None
 
     def read(self, size: int, /) -> bytes:
         while True:
@@ -184,7 +120,7 @@ class _Blob:
                 continue
             self._got += len(data)
             if data:
-                self._failures = 0
+                self._patience.worked()
             return data
 
     def close(self) -> None:
@@ -206,9 +142,10 @@ class _Blob:
     def _again(self, error: Exception) -> None:
         self.close()
         self._answer = None
-        self._failures += 1
-        if self._failures >= TRIES:
-            raise SqshError(
-                f"{self._digest} breaks off after {self._got} of {self._size} bytes ({error})", "try again"
-            ) from None
-        time.sleep(0.2 * 2**self._failures)
+        if self._patience.waits(error):
+            return
+        if self._got == 0 and isinstance(error, Unreachable):
+            raise error
+        raise SqshError(
+            f"{self._digest} breaks off after {self._got} of {self._size} bytes ({error})", "try again"
+        ) from None

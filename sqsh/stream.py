@@ -51,7 +51,7 @@ class Blob:
 
     digest: str
     size: int
-    open: Callable[[], Source]
+    open: Callable[[threading.Event], Source]  # the event: nobody reads on
 
 
 class LayerStream:
@@ -151,7 +151,7 @@ class _Checked:
         self._blob = blob
         self._stopped = stopped
         self._progress = progress
-        self._source = blob.open()
+        self._source = blob.open(stopped)
         self._hash = hashlib.sha256()
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="digest")
         self._hashed: Future[None] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 import pytest
 
 from sqsh.cli import main
-from sqsh.credentials import credentials
 from sqsh.errors import UsageError
 from sqsh.image import find_image
-from sqsh.registry import Reference, parse_reference
+from sqsh.reference import Reference, parse_reference
 from tests.converter.layers import OCI, Item, write_image
 
 DIGEST = "sha256:" + "a" * 64
@@ -29,51 +27,41 @@ DIGEST = "sha256:" + "a" * 64
         ("nvcr.io#nvidia/cuda:13", Reference("nvcr.io", "nvidia/cuda", "13")),
         ("localhost:5000/a/b@" + DIGEST, Reference("localhost:5000", "a/b", DIGEST)),
         ("127.0.0.1:5000/a:tag@" + DIGEST, Reference("127.0.0.1:5000", "a", DIGEST)),
+        ("index.docker.io/ubuntu", Reference("registry-1.docker.io", "library/ubuntu", "latest")),
+        ("[::1]:5000/a", Reference("[::1]:5000", "a", "latest")),
+        ("registry#team/image", Reference("registry", "team/image", "latest")),
+        ("docker://$oauthtoken@nvcr.io#nvidia/cuda:13", Reference("nvcr.io", "nvidia/cuda", "13", "$oauthtoken")),
+        ("docker://ann@corp.com@a.io#b:1@" + DIGEST, Reference("a.io", "b", DIGEST, "ann@corp.com")),
+        ("ann@a.io/b", Reference("a.io", "b", "latest", "ann")),
+        ("docker://ann@ubuntu", Reference("registry-1.docker.io", "library/ubuntu", "latest", "ann")),
     ],
 )
 def test_references(text: str, wanted: Reference) -> None:
     assert parse_reference(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "A", "a b", "host.io/", "a@sha256:12", "a:b:c", "x.io/a/../b"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "A",
+        "a b",
+        "host.io/",
+        "a@sha256:12",
+        "a:b:c",
+        "x.io/a/../b",
+        "#a",
+        "@a.io/b",
+        "a/b@c.io/d",
+        "evil.io?x.io/a",
+        "a.io:x/b",
+        "a b.io/c",
+        f"a.io/b@{DIGEST}@{DIGEST}",
+    ],
+)
 def test_what_is_no_reference(text: str) -> None:
     with pytest.raises(UsageError, match="no image reference"):
         parse_reference(text)
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("DOCKER_CONFIG", "ENROOT_CONFIG_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
-
-
-def test_dockers_logins(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert credentials("a.io") is None
-    helper = home / "docker-credential-test"
-    helper.write_text('#!/bin/sh\n[ "$(cat)" = c.io ] && echo \'{"Username": "u", "Secret": "from helper"}\'\n')
-    helper.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{home}:/usr/bin:/bin")
-    (home / ".docker").mkdir()
-    hub = base64.b64encode(b"me:p:w").decode()
-    config = {
-        "auths": {"a.io": {"username": "n", "password": "p"}, "https://index.docker.io/v1/": {"auth": hub}},
-        "credHelpers": {"c.io": "test"},
-    }
-    (home / ".docker/config.json").write_text(json.dumps(config))
-    assert credentials("a.io") == ("n", "p")
-    assert credentials("registry-1.docker.io") == ("me", "p:w")
-    assert credentials("c.io") == ("u", "from helper")
-    assert credentials("d.io") is None
-
-
-def test_enroots_logins(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NGC_KEY", "from environment")
-    folder = home / ".config/enroot"
-    folder.mkdir(parents=True)
-    (folder / ".credentials").write_text("machine nvcr.io login $oauthtoken password $NGC_KEY\n")
-    assert credentials("nvcr.io") == ("$oauthtoken", "from environment")
 
 
 def index_of(root: Path, *platforms: str) -> None:
@@ -119,3 +107,5 @@ def test_enroot_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     (tmp_path / "enroot").chmod(0o755)
     assert main(words) == 0
     assert capfd.readouterr().out == f"import --output {tmp_path / 'out'} docker://a.io#team/image@{DIGEST}\n"
+    assert main(["--engine", "enroot", "docker://ann@a.io#image:1", str(tmp_path / "out")]) == 0
+    assert capfd.readouterr().out == f"import --output {tmp_path / 'out'} docker://ann@a.io#image:1\n"
