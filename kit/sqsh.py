@@ -17,7 +17,8 @@ from kit.record import SqshSection, add_section, read_record
 from kit.steps import complete_step, say, size_text
 from sqsh import errors
 from sqsh.convert import IMAGE_JSON, Options, Result, convert, stated, versions
-from sqsh.image import Image, find_image
+from sqsh.image import find_image
+from sqsh.manifest import Image
 from sqsh.verify import verify
 
 __all__ = ["IMAGE_JSON", "make_sqsh"]

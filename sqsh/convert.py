@@ -28,9 +28,10 @@ from sqsh.contract import StartedTree, inode_tree
 from sqsh.copier import Changed
 from sqsh.enroot_files import ImageConfig, parse_config, start_files
 from sqsh.errors import BadImage, SqshError, UsageError
-from sqsh.image import Image, find_image
+from sqsh.image import find_image
+from sqsh.manifest import Blob, Image
 from sqsh.squashfs import Inode, Written, data_start, write_tables
-from sqsh.stream import Blob, LayerStream, Limits
+from sqsh.stream import LayerStream, Limits
 from sqsh.tar import FILE, TarReader
 from sqsh.tree import Layer, Node, Tree
 

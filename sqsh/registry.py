@@ -12,9 +12,8 @@ from email.message import Message
 
 from sqsh.authorization import Authorizer
 from sqsh.errors import BadImage, SqshError
-from sqsh.image import INDEXES, MANIFESTS, Descriptor, Image, Store, from_descriptor
+from sqsh.manifest import INDEXES, MANIFESTS, Descriptor, Image, Source, Store, from_descriptor
 from sqsh.reference import LOOPBACK, Reference, parse_reference
-from sqsh.stream import Source
 from sqsh.transport import Patience, Transport, Unreachable, origin
 
 

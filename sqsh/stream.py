@@ -16,6 +16,7 @@ from isal import igzip_lib
 
 from sqsh.cancel import Cancel
 from sqsh.errors import BadImage
+from sqsh.manifest import Blob
 
 READ_SIZE = 1 << 20
 CHUNK_SIZE = 1 << 20
@@ -27,14 +28,6 @@ ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # after a first byte of 0x50 to 0x5f
 ZSTD_MAX_WINDOW = 128 << 20
 
 
-class Source(Protocol):
-    """Where the compressed bytes come from."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Limits:
     """What an image may unpack to: guards against streams that are small and unpack to no end."""
@@ -43,15 +36,6 @@ class Limits:
     ratio: int = 400  # unpacked to packed, once `ratio_from` bytes are unpacked
     ratio_from: int = 4 << 30
     entries: int = 4_000_000
-
-
-@dataclass(frozen=True)
-class Blob:
-    """One layer or other blob: its digest and size as the manifest states them, and how to open it."""
-
-    digest: str
-    size: int
-    open: Callable[[threading.Event], Source]  # the event: nobody reads on
 
 
 class LayerStream:

@@ -13,7 +13,7 @@ from sqsh.compress import Block
 from sqsh.convert import Layers, Options, final_tree
 from sqsh.enroot_files import parse_config
 from sqsh.errors import BadImage
-from sqsh.image import Image
+from sqsh.manifest import Image
 from sqsh.reader import Entry, Squashfs
 from sqsh.squashfs import Inode
 
