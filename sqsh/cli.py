@@ -106,7 +106,7 @@ def _convert(arguments: argparse.Namespace) -> Result:
     )
     if arguments.processors < 0:
         raise UsageError(f"--processors {arguments.processors} is no number of processors")
-    image = find_image(arguments.image, arguments.platform, say.line)
+    image = find_image(arguments.image, arguments.platform, options.note, options.limits)
     result = convert(image, arguments.out, options)
     say.line(
         f"{result.out}: {_text(result.size)} in {result.seconds:.1f} s, {result.inodes} inodes, "

@@ -83,7 +83,7 @@ def convert(source: str | Image, out: Path, options: Options | None = None) -> R
     started = time.monotonic()
     if options.block_size not in BLOCK_SIZES:
         raise UsageError(f"no squashfs has blocks of {options.block_size} bytes", "choose 4096 to 1048576, doubling")
-    image = find_image(source, options.platform, options.note) if isinstance(source, str) else source
+    image = find_image(source, options.platform, options.note, options.limits) if isinstance(source, str) else source
     compressor = Compressor(options.compressor, options.level, options.block_size)
     with _quiet_collector():
         try:
@@ -190,23 +190,26 @@ class Layers:
     """An image's layers on their way into a tree, the top one first. `recorded` is what the cache keeps of them."""
 
     def __init__(self, image: Image, area: Area, options: Options, cache: Cache | None, cancel: Cancel) -> None:
-        self._image = image
+        self._blobs = image.layers[::-1]
         self._area = area
         self._limits = options.limits
         self._cache = cache
         self._cancel = cancel
         self._progress = _Progress(options.progress, image.size)
-        self._tree = Tree()
+        self._tree = Tree(cancel.check)
         self.recorded: list[Recorded] = []
         self.copied = 0
 
     def read(self) -> Tree:
-        for blob in reversed(self._image.layers):
+        for number, blob in enumerate(self._blobs):
             layer = self._tree.layer(blob.digest)
             found = self._cache.find(blob.digest) if self._cache is not None else None
-            nodes = self._stream(blob, layer) if found is None else self._replay(blob, layer, found)
+            missing = self._stream(blob, layer) if found is None else self._replay(blob, layer, found)
+            self._fill(blob, missing.pop(number))
+            for above, nodes in sorted(missing.items()):  # what belongs elsewhere than it seemed
+                self._fill(self._blobs[above], nodes)
             self._area.end_layer()
-            self.recorded.append(Recorded(blob.digest, nodes, found.packed if found is not None else None))
+            self.recorded.append(Recorded(blob.digest, layer.nodes, found.packed if found is not None else None))
         self._tree.finish()
         return self._tree
 
@@ -215,21 +218,18 @@ class Layers:
         size = self._area.block_size
         return self._area.add(len(content), [content[at : at + size] for at in range(0, len(content), size)])
 
-    def _stream(self, blob: Blob, layer: Layer) -> list[Node]:
-        """Take a layer in from its stream. What hard links need that was passed over takes a second reading."""
-        nodes: list[Node] = []
+    def _stream(self, blob: Blob, layer: Layer) -> dict[int, list[Node]]:
+        """Take a layer in from its stream. What shows but was passed over is returned: it takes a second reading."""
         with self._open(blob, self._progress) as reader:
             for number, member in enumerate(reader.members()):
                 self._refuse_more_than(number, blob)
                 node = Node(member, number)
                 if layer.add(node):
                     node.data = self._area.add(member.size, reader.data(member, self._area.block_size))
-                nodes.append(node)
-        self._fill(blob, self._tree.add(layer))
-        return nodes
+        return self._tree.add(layer)
 
-    def _replay(self, blob: Blob, layer: Layer, found: Found) -> list[Node]:
-        """Take a layer in from an earlier output, if that has all that shows, else its content from the layer."""
+    def _replay(self, blob: Blob, layer: Layer, found: Found) -> dict[int, list[Node]]:
+        """Take a layer in from an earlier output, if that has all that shows; what it lacks is returned."""
         self._refuse_more_than(len(found.members) - 1, blob)
         nodes = [Node(member, number) for number, member in enumerate(found.members)]
         files = [member.kind == FILE for member in found.members]
@@ -241,16 +241,17 @@ class Layers:
                 if complete:
                     self._copy(node, found)
         at_once = {id(node) for node in wanted}
-        late = [node for node in self._tree.add(layer) if id(node) not in at_once]
+        number = len(self.recorded)
+        missing = self._tree.add(layer)
+        late = [node for node in missing[number] if id(node) not in at_once]
         if any(found.data[node.number] is None for node in (*wanted, *late)):
             self._fill(blob, wanted)
-            self._fill(blob, late)
-            return nodes
+            return {**missing, number: late}
         for node in late if complete else (*wanted, *late):
             self._copy(node, found)
         self.copied += 1
         self._progress(blob.size)
-        return nodes
+        return {**missing, number: []}
 
     def _refuse_more_than(self, number: int, blob: Blob) -> None:
         if number >= self._limits.entries:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import platform as machine
 import re
 import threading
@@ -16,6 +18,7 @@ from sqsh.errors import BadImage, UsageError
 from sqsh.reference import DIGEST
 
 MAX_JSON = 16 << 20
+MAX_INDEXES = 8  # one in the other
 INDEXES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 MANIFESTS = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
 LAYERS = re.compile(
@@ -24,7 +27,11 @@ LAYERS = re.compile(
 )
 REF_NAME = "org.opencontainers.image.ref.name"
 T = TypeVar("T", bound=BaseModel)
-ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le", "s390x": "s390x"}
+ALIASES = {  # as uname and others call them
+    "x86_64": "amd64", "x86-64": "amd64", "aarch64": "arm64", "i386": "386", "i686": "386",
+    "armhf": "arm/v7", "armv7l": "arm/v7", "armel": "arm/v6", "armv6l": "arm/v6",
+}  # fmt: skip
+SCHEMA_1 = "application/vnd.docker.distribution.manifest.v1+"
 
 
 class Source(Protocol):
@@ -37,11 +44,15 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Blob:
-    """One layer or other blob: its digest and size as the manifest states them, and how to open it."""
+    """One layer: its digest and size as the manifest states them, and how to open it.
+
+    `of_tar`: the digest is that of the unpacked tar (a diff ID), however it is packed; the size never is.
+    """
 
     digest: str
     size: int
     open: Callable[[threading.Event], Source]  # the event: nobody reads on
+    of_tar: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,13 +95,42 @@ class Store:
         return data
 
 
-class Descriptor(BaseModel):
+class Platform(BaseModel):
+    """System, processor and its variant, as an index or a configuration states them."""
+
     model_config = ConfigDict(frozen=True)
 
-    class Platform(BaseModel):
-        os: str = ""
-        architecture: str = ""
-        variant: str = ""
+    os: str = ""
+    architecture: str = ""
+    variant: str = ""
+
+    def __str__(self) -> str:
+        return "/".join(word for word in (self.os, self.architecture, self.variant) if word)
+
+    @classmethod
+    def of(cls, text: str) -> Platform:
+        """From `os/architecture[/variant]`; other names of the same are one."""
+        system, architecture, variant = (*text.split("/"), "")[:3]
+        return cls(os=system, architecture=architecture, variant=variant).plain
+
+    @property
+    def plain(self) -> Platform:
+        """In the spelling that containerd has too: arm64/v8 and amd64/v1 are what every such processor is."""
+        words = ALIASES.get(self.architecture.lower(), self.architecture.lower()).split("/")
+        variant = self.variant.lower() or (words[1] if len(words) > 1 else "")
+        variant = f"v{variant}" if variant.isdigit() else variant
+        if (words[0], variant) in (("arm64", "v8"), ("amd64", "v1")):
+            variant = ""
+        return Platform(os=self.os.lower(), architecture=words[0], variant=variant)
+
+    def fits(self, wanted: Platform) -> bool:
+        """Both plain. A variant counts only where both state one."""
+        same = (self.os, self.architecture) == (wanted.os, wanted.architecture)
+        return same and (not self.variant or not wanted.variant or self.variant == wanted.variant)
+
+
+class Descriptor(BaseModel):
+    model_config = ConfigDict(frozen=True)
 
     digest: str = Field(pattern=f"^{DIGEST}$")
     size: int = Field(ge=0)
@@ -111,9 +151,12 @@ class _Manifest(BaseModel):
 
 def from_descriptor(text: str, found: Descriptor, raw: bytes, store: Store, platform: str) -> Image:
     """The image behind a manifest or an index whose bytes are `raw`."""
-    if found.media_type in INDEXES or (found.media_type not in MANIFESTS and b'"manifests"' in raw):
-        chosen = _choose(parse(_Index, raw, found.digest).manifests, platform, text)
-        return from_descriptor(text, chosen, store.read(chosen.digest, chosen.size), store, platform)
+    for _ in range(MAX_INDEXES):
+        if not (found.media_type in INDEXES or (found.media_type not in MANIFESTS and b'"manifests"' in raw)):
+            break
+        found = _choose(parse(_Index, raw, found.digest).manifests, platform, text)
+        raw = store.read(found.digest, found.size)
+    refuse_schema_1(text, raw, found.media_type)
     manifest = parse(_Manifest, raw, found.digest)
     for layer in manifest.layers:
         if layer.media_type and not LAYERS.fullmatch(layer.media_type):
@@ -123,27 +166,32 @@ def from_descriptor(text: str, found: Descriptor, raw: bytes, store: Store, plat
     return Image(text, found.digest, found.media_type or manifest.media_type, config, layers)
 
 
+def refuse_schema_1(text: str, raw: bytes, media_type: str) -> None:
+    """Its digest is not even that of its bytes, so this comes before any other check."""
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
+        if media_type.startswith(SCHEMA_1) or json.loads(raw).get("schemaVersion") == 1:
+            raise BadImage(
+                f"{text} has a manifest of schema 1, which Docker gave up in 2017", "push it again with a newer Docker"
+            )
+
+
 def _opener(store: Store, layer: Descriptor) -> Callable[[threading.Event], Source]:
     return lambda stopped: store.open(layer.digest, layer.size, stopped)
 
 
 def _choose(manifests: list[Descriptor], platform: str, text: str) -> Descriptor:
-    wanted = (platform or f"linux/{ARCHITECTURES.get(machine.machine(), machine.machine())}").split("/")
-    fits = [
-        entry
-        for entry in manifests
-        if entry.platform is not None
-        and [entry.platform.os, entry.platform.architecture] == wanted[:2]
-        and (len(wanted) == 2 or entry.platform.variant == wanted[2])
-    ]
+    wanted = Platform.of(platform or f"linux/{machine.machine()}")
+    stated = [(entry, entry.platform.plain) for entry in manifests if entry.platform is not None]
+    fits = [(entry, found) for entry, found in stated if found.fits(wanted)]
     if fits:
-        return fits[0]
-    if len(manifests) == 1 and manifests[0].platform is None:
+        # what is asked for, then what any such processor runs, then what is listed first
+        return min(fits, key=lambda pair: (pair[1].variant != wanted.variant, pair[1].variant != ""))[0]
+    if len(manifests) == 1 and not stated:
         return manifests[0]
-    there = ", ".join(
-        sorted(f"{entry.platform.os}/{entry.platform.architecture}" for entry in manifests if entry.platform)
+    there = ", ".join(sorted({str(found) for _, found in stated}))
+    raise UsageError(
+        f"{text} has no image for {platform or wanted}", f"choose with --platform: {there or 'none stated'}"
     )
-    raise UsageError(f"{text} has no image for {'/'.join(wanted)}", f"choose with --platform: {there or 'none stated'}")
 
 
 def from_index(text: str, raw: bytes, store: Store, tag: str, platform: str) -> Image:
@@ -159,8 +207,9 @@ def from_index(text: str, raw: bytes, store: Store, tag: str, platform: str) -> 
 
 
 def _is_named(entry: Descriptor, tag: str) -> bool:
+    """By its tag, or by the end of the name that docker and containerd write."""
     names = entry.annotations or {}
-    return tag in (names.get(REF_NAME), names.get("io.containerd.image.name"))
+    return tag == names.get(REF_NAME) or f"/{names.get('io.containerd.image.name', '')}".endswith(f"/{tag}")
 
 
 def parse(model: type[T], raw: bytes, name: str) -> T:

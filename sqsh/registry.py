@@ -12,7 +12,7 @@ from email.message import Message
 
 from sqsh.authorization import Authorizer
 from sqsh.errors import BadImage, SqshError
-from sqsh.manifest import INDEXES, MANIFESTS, Descriptor, Image, Source, Store, from_descriptor
+from sqsh.manifest import INDEXES, MANIFESTS, Descriptor, Image, Source, Store, from_descriptor, refuse_schema_1
 from sqsh.reference import LOOPBACK, Reference, parse_reference
 from sqsh.transport import Patience, Transport, Unreachable, origin
 
@@ -22,6 +22,7 @@ def registry_image(text: str, platform: str, note: Callable[[str], None]) -> Ima
     reference = parse_reference(text)
     registry = RegistryStore(reference, note)
     raw, media_type = registry.manifest(reference.name)
+    refuse_schema_1(text, raw, media_type)
     digest = f"sha256:{hashlib.sha256(raw).hexdigest()}"
     if reference.is_digest and digest != reference.name:
         raise BadImage(f"the registry answers {digest} for {text}", "its content is not what was asked for")

@@ -108,10 +108,12 @@ class TarReader:
         long_link: bytes | None = None
         pax: dict[bytes, bytes] = self._global
         while True:
-            self._skip(self._left + self._padding)
+            self._skip(self._left + self._padding, self._padding)
             self._left = self._padding = 0
             header = self._header()
             if header is None:
+                if not self._chunk and (pax is not self._global or long_name is not None or long_link is not None):
+                    self._cut()  # what was announced does not come
                 return None
             fields = HEADER.unpack(header)
             self._check(header, fields[6])
@@ -197,15 +199,27 @@ class TarReader:
         if len(name) > MAX_PATH:
             self._bad(f"has a path of {len(name)} bytes")
         parts = name.split(b"/")
-        if name[:1] == b"/" and name.strip(b"/"):
-            self._bad(f"has the absolute path {name!r}")
-        if b"" in parts or b"." in parts:
+        if b"" in parts or b"." in parts:  # absolute ones count from the image's root
             parts = [part for part in parts if part not in (b"", b".")]
         if b".." in parts:
-            self._bad(f"has the path {name!r}, which leaves its folder")
+            parts = self._resolved(parts, name)
         if b"\0" in name or (len(name) > MAX_NAME and max(map(len, parts), default=0) > MAX_NAME):
             self._bad(f"has a name that Linux does not allow: {name[:300]!r}")
         return tuple(parts)
+
+    def _resolved(self, parts: list[bytes], name: bytes) -> list[bytes]:
+        """Without `..`, which must lead to something in the folder that the name begins in."""
+        kept: list[bytes] = []
+        for part in parts:
+            if part != b"..":
+                kept.append(part)
+            elif not kept:
+                self._bad(f"has the path {name!r}, which leaves its folder")
+            else:
+                kept.pop()
+        if not kept:
+            self._bad(f"has the path {name!r}, which leaves its folder")
+        return kept
 
     def _xattrs(self, pax: dict[bytes, bytes]) -> tuple[tuple[bytes, bytes], ...]:
         found: dict[bytes, bytes] = {}
@@ -313,11 +327,18 @@ class TarReader:
         return {key: value for key, value in records.items() if value or key.startswith(b"SCHILY.")}
 
     def _header(self) -> bytes | None:
-        header = self._take_or_end()
-        if header is None:
-            if not self._stream.proves_its_end:
-                self._bad("ends without the mark of its end: it is cut")
-            return None
+        """The next one; None at the end. The end's mark may be cut or missing: the digest says that this is all."""
+        header = self._chunk[self._at : self._at + BLOCK]
+        self._at += len(header)
+        while len(header) < BLOCK:
+            self._chunk = self._stream.chunk()
+            if not self._chunk and header.strip(b"\0"):
+                self._cut()
+            if not self._chunk:
+                self._at = 0
+                return None
+            self._at = min(BLOCK - len(header), len(self._chunk))
+            header += self._chunk[: self._at]
         if header == ZEROS:
             return None
         self._last_header = header
@@ -369,21 +390,18 @@ class TarReader:
             parts.append(part)
         return b"".join(parts)
 
-    def _take_or_end(self) -> bytes | None:
-        if self._at == len(self._chunk):
-            self._chunk = self._stream.chunk()
-            self._at = 0
-            if not self._chunk:
-                return None
-        return bytes(self._take(BLOCK))
-
-    def _skip(self, size: int) -> None:
+    def _skip(self, size: int, padding: int = 0) -> None:
+        """Pass over `size` bytes, of which the last `padding` may be missing at the end of the layer."""
         left = size - (len(self._chunk) - self._at)
         if left <= 0:
             self._at += size
             return
         while left > 0:
-            self._advance()
+            self._chunk, self._at = self._stream.chunk(), 0
+            if not self._chunk:
+                if left > padding:
+                    self._cut()
+                return
             left -= len(self._chunk)
         self._at = len(self._chunk) + left
 
@@ -391,7 +409,10 @@ class TarReader:
         self._chunk = self._stream.chunk()
         self._at = 0
         if not self._chunk:
-            self._bad("ends in the middle of an entry: it is cut")
+            self._cut()
+
+    def _cut(self) -> NoReturn:
+        self._bad("ends in the middle of an entry: it is cut")
 
     def _bad(self, what: str) -> NoReturn:
         raise BadImage(f"the layer {self._name} {what}", "it is damaged or hostile; nothing was written")

@@ -2,20 +2,26 @@
 
 Each layer is first a tree of its own, in which the last of several entries of one path counts, and is then laid
 beneath what the layers above have left. Whiteouts hide what lies in lower layers only, wherever in a layer they stand.
+
+A layer may have entries below a folder that it does not state, and a layer below have a symbolic link there: then they
+belong to where the link leads, within the image. That is known only once the link is read, so all layers down to it are
+then laid anew from the entries read so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NoReturn
 
 from sqsh.blocks import FileData
 from sqsh.errors import BadImage
-from sqsh.tar import FILE, FOLDER, LINK, Member
+from sqsh.tar import FILE, FOLDER, LINK, MAX_NAME, SYMLINK, Member
 
 WHITEOUT = b".wh."
 OPAQUE = b".wh..wh..opq"
 RESERVED = b".wh..wh."
+MAX_LINKS = 40  # on one path, as Linux has it
+MAX_TURNS = 256  # how often an image's layers are laid anew
 
 Path = tuple[bytes, ...]
 
@@ -80,18 +86,108 @@ class LayerFolder:
         self.there = False
 
 
-class Tree:
-    """Takes layers from the top one down."""
+class _Taken:
+    """A folder that layers take for granted, by their numbers, and what they so take within it."""
+
+    __slots__ = ("children", "layers")
 
     def __init__(self) -> None:
+        self.children: dict[bytes, _Taken] = {}
+        self.layers: list[int] = []
+
+    def add(self, path: Path, layer: int) -> None:
+        here = self
+        for name in path:
+            here = here.children.setdefault(name, _Taken())
+        if layer not in here.layers:
+            here.layers.append(layer)
+
+    def settle(self, layer: Layer) -> dict[int, dict[Path, bytes]]:
+        """Forget what `layer` says to be a folder or nothing. What it says to be a link: target by layer and path."""
+        found: dict[int, dict[Path, bytes]] = {}
+        stack: list[tuple[Path, _Taken, LayerFolder, bool]] = [((), self, layer.root, False)]
+        while stack:
+            path, taken, folder, closed = stack.pop()
+            for name, below in list(taken.children.items()):
+                there = folder.children.get(name)
+                ends = closed or folder.opaque or name in folder.hidden  # what lower layers have there is gone
+                if isinstance(there, LayerFolder):
+                    if ends or there.member is not None:
+                        below.layers.clear()
+                    stack.append(((*path, name), below, there, ends))
+                    continue
+                if isinstance(there, Node) and there.member.kind == SYMLINK:
+                    for number in below.layers:
+                        found.setdefault(number, {})[(*path, name)] = there.member.link
+                if there is not None or ends:
+                    del taken.children[name]
+        return found
+
+
+class Tree:
+    """Takes layers from the top one down. `check` is called now and then where that takes long."""
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
+        self._layers: list[Layer] = []
+        self._links: list[dict[Path, bytes]] = []  # for each layer: folders of its that are links below
+        self._turns = 0
+        self._clear()
+
+    def _clear(self) -> None:
         self.root = Folder()
         self._open: dict[Path, list[Node]] = {}  # hard links whose target a lower layer holds
+        self._taken = _Taken()
 
     def layer(self, name: str) -> Layer:
-        return Layer(name, self.root, self._open)
+        number = len(self._layers)
+        return Layer(name, self.root, self._open, self._links[number] if number < len(self._links) else {})
 
-    def add(self, layer: Layer) -> list[Node]:
-        """Lay a complete layer beneath the tree and return the files that show but whose content was passed over."""
+    def add(self, layer: Layer) -> dict[int, list[Node]]:
+        """Lay a complete layer beneath the tree and return the files that show but whose content was passed over, for
+        each layer concerned, by its number from the top."""
+        self._layers.append(layer)
+        self._links.append({})
+        links = self._taken.settle(layer)
+        if not links:
+            return {len(self._layers) - 1: self._lay(layer)}
+        missing: dict[int, list[Node]] = {}
+        while links:
+            self._learn(links, layer.name)
+            links, missing = self._lay_anew()
+        return missing
+
+    def _learn(self, links: Mapping[int, Mapping[Path, bytes]], name: str) -> None:
+        self._turns += 1
+        for number, found in links.items():
+            if self._turns > MAX_TURNS or found.keys() & self._links[number].keys():
+                raise BadImage(
+                    f"the layer {name} has links without end for folders of the layers above",
+                    "rebuild the image without them",
+                )
+            self._links[number].update(found)
+
+    def _lay_anew(self) -> tuple[dict[int, dict[Path, bytes]], dict[int, list[Node]]]:
+        """Links that turn up only now, which leaves this unfinished; else the files that `add` returns."""
+        before, self._layers = self._layers, []
+        missing: dict[int, list[Node]] = {}
+        self._clear()
+        for number, read in enumerate(before):
+            self._check()
+            layer = self.layer(read.name)
+            for node in read.nodes:
+                node.below = node.found = None
+                layer.add(node)
+            self._layers.append(layer)
+            if links := self._taken.settle(layer):
+                self._layers += before[number + 1 :]
+                return links, {}
+            missing[number] = self._lay(layer)
+        return {}, missing
+
+    def _lay(self, layer: Layer) -> list[Node]:
+        for path in layer.taken():
+            self._taken.add(path, len(self._layers) - 1)
         placed: list[Node] = []
         self._merge(layer, placed)
         self._resolve(layer, placed)
@@ -156,7 +252,7 @@ class Tree:
         if folder.assumed:
             raise BadImage(
                 f"a layer writes into {name!r} as a folder, which in the layer below ({layer.name}) is none",
-                "writing through links is refused; rebuild the image",
+                "rebuild the image",
             )
 
     def _resolve(self, layer: Layer, placed: list[Node]) -> None:
@@ -171,17 +267,23 @@ class Tree:
 
 
 class Layer:
-    """One layer while it is read."""
+    """One layer while it is read. `links`: targets of what it takes for folders and layers below have as links."""
 
-    def __init__(self, name: str, above: Folder, open_links: dict[Path, list[Node]]) -> None:
+    def __init__(
+        self, name: str, above: Folder, open_links: dict[Path, list[Node]], links: Mapping[Path, bytes]
+    ) -> None:
         self.name = name
+        self.nodes: list[Node] = []
         self.root = LayerFolder(above, above.sealed)
         self._open = open_links
+        self._links_below = links
         self._links: dict[Path, Node] = {}
+        self._assumed: list[Path] = []
         self._last: tuple[Path, LayerFolder] = ((), self.root)
 
     def add(self, node: Node) -> bool:
         """Take one entry in. The answer is whether it is a file whose content is wanted now."""
+        self.nodes.append(node)
         member = node.member
         path = member.path
         if not path:
@@ -228,21 +330,88 @@ class Layer:
         above = parent.above
         return above is None or (name not in above.hidden and name not in above.children)
 
+    def taken(self) -> Iterator[Path]:
+        """Folders that this layer does not state, but takes for granted to have something in them."""
+        yield from filter(self._assumes, self._assumed)
+        for target in self._links:
+            yield from (target[:depth] for depth in range(1, len(target)) if self._assumes(target[:depth]))
+
+    def _assumes(self, path: Path) -> bool:
+        """Whether lower layers say what there is at `path`."""
+        here: LayerFolder | Node | None = self.root
+        for name in path:
+            if not isinstance(here, LayerFolder):
+                return here is None
+            if here.opaque or name in here.hidden:
+                return False
+            here = here.children.get(name)
+        return here is None or (isinstance(here, LayerFolder) and here.member is None)
+
     def _parent(self, path: Path, there: bool = True) -> LayerFolder:
         """The folder `path`, made as far as it is missing; `there` is False for a whiteout's."""
         if path == self._last[0] and (self._last[1].there or not there):
             return self._last[1]
+        found = self._make(path, there) if not self._links_below else None
+        if found is None:
+            found = self._make(self._real(path, "writes through what is no folder:"), there)
+            assert found is not None
+        self._last = (path, found)
+        return found
+
+    def _make(self, path: Path, there: bool) -> LayerFolder | None:
+        """None where a link or a file is in the way."""
         folder = self.root
-        for name in path:
+        for depth, name in enumerate(path, 1):
             if name.startswith(WHITEOUT):
                 self._refuse(path, "has a whiteout for a folder:")
             child = folder.children.get(name)
             if isinstance(child, Node):
-                self._refuse(path, "writes through what is no folder:")
-            folder = child if child is not None else self._new(folder, name)
+                return None
+            if child is None:
+                child = self._new(folder, name)
+                self._assumed.append(path[:depth])
+            folder = child
             folder.there = folder.there or there
-        self._last = (path, folder)
         return folder
+
+    def _real(self, path: Path, fault: str) -> Path:
+        """`path` without links, as far as these are known."""
+        names: list[bytes] = []
+        folders: list[LayerFolder | None] = [self.root]
+        rest = list(reversed(path))
+        links = 0
+        while rest:
+            name = rest.pop()
+            if name in (b"", b"."):
+                continue
+            if name == b"..":
+                if names:
+                    self._assumed.append(tuple(names))
+                    names.pop()
+                    folders.pop()
+                continue
+            child = folders[-1].children.get(name) if folders[-1] is not None else None
+            if isinstance(child, Node):
+                if child.member.kind != SYMLINK:
+                    self._refuse(path, fault)
+                target: bytes | None = child.member.link
+            elif child is None or child.member is None:
+                target = self._links_below.get((*names, name))
+            else:
+                target = None
+            if target is None:
+                names.append(name)
+                folders.append(child if isinstance(child, LayerFolder) else None)
+                continue
+            links += 1
+            if links > MAX_LINKS:
+                self._refuse(path, "goes through links without end:")
+            if max(map(len, target.split(b"/"))) > MAX_NAME:
+                self._refuse(path, "goes through a link to a name that Linux does not allow:")
+            if target.startswith(b"/"):
+                names, folders = [], [self.root]
+            rest += reversed(target.split(b"/"))
+        return tuple(names)
 
     def _folder(self, parent: LayerFolder, name: bytes) -> LayerFolder:
         child = parent.children.get(name)
@@ -281,16 +450,25 @@ class Layer:
         return True
 
     def _link(self, target: Path, link: Node) -> Node:
-        here: LayerFolder | Node = self.root
-        for name in target:
-            if isinstance(here, Node):
-                self._refuse(target, "has a hard link through what is no folder:")
-            child = here.children.get(name)
-            if child is None:
-                return self._link_below(target, link)
-            here = child
+        here = self._find(target) if not self._links_below else None
         if isinstance(here, LayerFolder):
             self._refuse(target, "has a hard link to a folder:")
+        if here is not None:
+            return here
+        fault = "has a hard link through what is no folder:"
+        target = (*self._real(target[:-1], fault), *target[-1:])
+        here = self._find(target)
+        if isinstance(here, LayerFolder):
+            self._refuse(target, "has a hard link to a folder:")
+        return here if here is not None else self._link_below(target, link)
+
+    def _find(self, path: Path) -> LayerFolder | Node | None:
+        """What this layer itself has at `path`."""
+        here: LayerFolder | Node | None = self.root
+        for name in path:
+            if not isinstance(here, LayerFolder):
+                return None
+            here = here.children.get(name)
         return here
 
     def _link_below(self, target: Path, link: Node) -> Node:
@@ -305,14 +483,3 @@ class Layer:
 
 def _text(path: Iterable[bytes]) -> str:
     return b"/".join(path).decode(errors="backslashreplace")
-
-
-def walk(root: Folder) -> Iterator[tuple[Path, Folder | Node]]:
-    """Every entry below `root`, folders before what lies in them, by name."""
-    stack: list[tuple[Path, Folder | Node]] = [((), root)]
-    while stack:
-        path, entry = stack.pop()
-        if path:
-            yield path, entry
-        if isinstance(entry, Folder):
-            stack += [((*path, name), entry.children[name]) for name in sorted(entry.children, reverse=True)]

@@ -51,6 +51,7 @@ class Stack:
 
     def __init__(self) -> None:
         self.state: dict[Path_, str] = {}
+        self.targets: dict[Path_, Path_] = {}
         self.layers: list[list[Item]] = []
         self._touched: set[Path_] = set()
 
@@ -70,16 +71,24 @@ class Stack:
         mtime: int,
     ) -> None:
         name = b"/".join(path)
-        if any(self.state.get(path[:depth], "folder") != "folder" for depth in range(1, len(path))):
+        parent, target = self._real(path[:-1]), self._real(other[:-1])
+        if parent is None:
             return
+        path = (*parent, path[-1])
         if what in ("whiteout", "opaque"):
-            self._hide(what, path)
+            self._hide(what, path, name)
             return
         words: dict[str, Any] = {"owner": owner, "mtime": mtime}
         if what == "hardlink":
-            if self.state.get(other) in (None, "folder") or path[: len(other)] == other or other[: len(path)] == path:
+            linked, other = other, (*(target or ()), other[-1])
+            if (
+                target is None
+                or self.state.get(other) in (None, "folder")
+                or path[: len(other)] == other
+                or other[: len(path)] == path
+            ):
                 return
-            item = hardlink(name, b"/".join(other))
+            item = hardlink(name, b"/".join(linked))
             kind = self.state[other]
         elif what == "folder":
             item, kind = folder(name, mode & ~0o2000, xattrs=xattrs, **words), "folder"
@@ -92,6 +101,7 @@ class Stack:
             item, kind = Item(name, type=type, mode=mode, device=(1, mtime % 256), **words), what
         if not (self.state.get(path) == kind == "folder"):
             self._remove(path)
+        self.targets[path] = self.targets[other] if what == "hardlink" and kind == "symlink" else other
         for depth in range(1, len(path)):
             self.state[path[:depth]] = "folder"
             self._touched.add(path[:depth])
@@ -99,14 +109,31 @@ class Stack:
         self._touched.add(path)
         self.layers[-1].append(item)
 
-    def _hide(self, what: str, path: Path_) -> None:
+    def _real(self, path: Path_) -> Path_ | None:
+        """Where a folder is that some of `path` are links to; None where it is none, or a link to it leads nowhere."""
+        found: Path_ = ()
+        rest = list(path)
+        links = 0
+        while rest:
+            found = (*found, rest.pop(0))
+            kind = self.state.get(found, "folder")
+            if kind == "symlink" and links < 10:
+                rest = [*self.targets[found], *rest]
+                found = found[:-1]
+                links += 1
+            elif kind != "folder" or (links and found not in self.state):
+                return None
+        return found
+
+    def _hide(self, what: str, path: Path_, name: bytes) -> None:
         if any(touched[: len(path)] == path for touched in self._touched):
             return
-        parent = b"".join(part + b"/" for part in path[:-1])
+        folder, _, last = name.rpartition(b"/")
+        prefix = folder + b"/" if folder else b""
         if what == "whiteout":
-            self.layers[-1].append(Item(parent + b".wh." + path[-1]))
+            self.layers[-1].append(Item(prefix + b".wh." + last))
         elif self.state.get(path) == "folder":
-            self.layers[-1].append(Item(parent + path[-1] + b"/.wh..wh..opq"))
+            self.layers[-1].append(Item(name + b"/.wh..wh..opq"))
         self._remove(path, keep=what == "opaque")
 
     def _remove(self, path: Path_, keep: bool = False) -> None:
