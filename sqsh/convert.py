@@ -36,6 +36,8 @@ from sqsh.tar import FILE, TarReader
 from sqsh.tree import Layer, Node, Tree
 
 IMAGE_JSON = "opt/release/image.json"
+# What file systems answer that know no locks (Lustre, NFS without its daemon) or no sync of folders (FUSE, SMB).
+UNKNOWN_CALL = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOTTY)
 BLOCK_SIZES = [1 << bits for bits in range(12, 21)]
 
 
@@ -132,7 +134,7 @@ def _convert(
     no_cache = contextlib.nullcontext()
     own_cache = Cache(options.cache, options.cache_size, compressor) if options.cache is not None else no_cache
     threads = options.processors or len(os.sched_getaffinity(0))
-    output = _Output(out)
+    output = _Output(out, options.note)
     try:
         with _disk_errors(out), own_cache as cache:
             handle = output.open()
@@ -299,8 +301,9 @@ class _Output:
     It is locked while it is written, so that what a killed conversion has left is told from one at work.
     """
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, note: Callable[[str], None]) -> None:
         self._out = out.absolute()
+        self._note = note
         self._part = self._out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")
         self._handle = -1
 
@@ -311,7 +314,8 @@ class _Output:
             self._handle = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UsageError(f"cannot write to {self._out.parent} ({error.strerror})") from None
-        fcntl.flock(self._handle, fcntl.LOCK_EX)
+        with self._if_known("lock files: what a killed conversion leaves there stays"):
+            fcntl.flock(self._handle, fcntl.LOCK_EX)
         if os.fstat(self._handle).st_nlink == 0:  # another conversion took it for a leftover before it was locked
             os.close(self._handle)
             self._handle = -1
@@ -319,19 +323,31 @@ class _Output:
         return self._handle
 
     def finish(self) -> None:
-        os.fchmod(self._handle, 0o644)
+        with self._if_known("set a file's mode: see who may read it", errno.EPERM):
+            os.fchmod(self._handle, 0o644)
         os.fsync(self._handle)
         self._part.replace(self._out)
-        folder = os.open(self._out.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with self._if_known("sync folders: a crash of the machine may still undo the file's name", errno.EACCES):
+            folder = os.open(self._out.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
     def close(self) -> None:
         self._part.unlink(missing_ok=True)
         if self._handle >= 0:
             os.close(self._handle)
+
+    @contextmanager
+    def _if_known(self, what: str, *more: int) -> Iterator[None]:
+        """Go on where the file system knows no such call."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (*UNKNOWN_CALL, *more):
+                raise
+            self._note(f"note: {self._out.parent} cannot {what} ({error.strerror})")
 
 
 @contextmanager

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from sqsh.cli import main
-from sqsh.errors import UsageError
+from sqsh.errors import BadImage, UsageError
 from sqsh.image import find_image
 from sqsh.reference import Reference, parse_reference
 from tests.converter.layers import OCI, Item, write_image
+from tests.converter.registry import Request, served
 
 DIGEST = "sha256:" + "a" * 64
 
@@ -97,6 +98,79 @@ def test_the_image_of_a_platform(tmp_path: Path) -> None:
     for name, other in (("linux/amd64", "linux/arm64"), ("linux/arm/v7", "linux/arm/v6")):
         with pytest.raises(UsageError, match=f"is an image for {name}, not for {other}"):
             find_image(str(tmp_path / name.replace("/", "-")), other)
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "answer"),
+    [
+        (["linux/arm64/v8"], "linux/arm64", "linux/arm64/v8"),
+        (["linux/arm64"], "linux/arm64/v8", "linux/arm64"),
+        (["linux/arm64"], "linux/aarch64", "linux/arm64"),
+        (["linux/arm64/8"], "linux/arm64/v8", "linux/arm64/8"),
+        (["linux/arm64/v9", "linux/arm64/v8"], "linux/arm64", "linux/arm64/v8"),
+        (["linux/arm64/v9", "linux/arm64"], "linux/arm64", "linux/arm64"),
+        (["linux/arm64", "linux/arm64/v9"], "linux/arm64/v9", "linux/arm64/v9"),
+        (["linux/amd64/v3", "linux/amd64/v2", "linux/amd64"], "linux/amd64", "linux/amd64"),
+        (["linux/amd64/v3", "linux/amd64/v1"], "linux/x86_64", "linux/amd64/v1"),
+        (["linux/amd64/v3", "linux/amd64/v2"], "linux/amd64/v2", "linux/amd64/v2"),
+        (["linux/amd64/v3", "linux/amd64/v2"], "linux/amd64", "linux/amd64/v3"),
+        (["linux/arm/v6", "linux/arm/v7"], "linux/arm/v7", "linux/arm/v7"),
+        (["linux/arm/v6", "linux/arm/v7"], "linux/arm/7", "linux/arm/v7"),
+        (["linux/arm/v6", "linux/arm/v7"], "linux/armhf", "linux/arm/v7"),
+        (["windows/amd64", "linux/amd64"], "Linux/AMD64", "linux/amd64"),
+    ],
+)
+def test_variants_of_a_platform(tmp_path: Path, there: list[str], wanted: str, answer: str) -> None:
+    index_of(tmp_path, *there, "unknown/unknown")
+    layout = tmp_path / answer.replace("/", "-")
+    assert find_image(str(tmp_path / "oci"), wanted).digest == find_image(str(layout), wanted).digest
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted"),
+    [("linux/arm/v7", "linux/arm/v6"), ("linux/arm64/v9", "linux/arm64/v8.2"), ("linux/arm64", "linux/arm/v8")],
+)
+def test_another_platform(tmp_path: Path, there: str, wanted: str) -> None:
+    index_of(tmp_path, there, "unknown/unknown")
+    with pytest.raises(UsageError, match=f"has no image for {wanted}.*{there}"):
+        find_image(str(tmp_path / "oci"), wanted)
+
+
+def test_indexes_in_indexes(tmp_path: Path) -> None:
+    index_of(tmp_path, "linux/amd64")
+    for depth in range(3, 12):
+        raw = (tmp_path / "oci/index.json").read_bytes()
+        digest = hashlib.sha256(raw).hexdigest()
+        (tmp_path / "oci/blobs/sha256" / digest).write_bytes(raw)
+        top = {"mediaType": f"{OCI}.index.v1+json", "digest": f"sha256:{digest}", "size": len(raw)}
+        (tmp_path / "oci/index.json").write_text(json.dumps({"manifests": [top]}))
+        if depth < 8:
+            assert find_image(str(tmp_path / "oci"), "linux/amd64").layers
+    with pytest.raises(BadImage, match="cannot be read"):
+        find_image(str(tmp_path / "oci"), "linux/amd64")
+
+
+@pytest.mark.parametrize(
+    "media_type", ["application/vnd.docker.distribution.manifest.v1+prettyjws", "application/json"]
+)
+def test_schema_1_by_its_name(tmp_path: Path, media_type: str) -> None:
+    """Its digest is not that of its bytes, which is no news to anybody."""
+    raw = json.dumps({"schemaVersion": 1, "name": "r", "fsLayers": [], "history": [], "signatures": [{}]}).encode()
+
+    def hook(request: Request) -> bool:
+        return request.send(200, raw, {"Content-Type": media_type})
+
+    with served(tmp_path, hook) as registry:
+        for name in (registry.image, f"{registry.host}/r@{DIGEST}"):
+            with pytest.raises(BadImage, match=r"has a manifest of schema 1.*push it again"):
+                find_image(name)
+    digest = hashlib.sha256(raw).hexdigest()
+    write_image(tmp_path / "oci", [])
+    (tmp_path / "oci/blobs/sha256" / digest).write_bytes(raw)
+    top = {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(raw)}
+    (tmp_path / "oci/index.json").write_text(json.dumps({"manifests": [top]}))
+    with pytest.raises(BadImage, match="has a manifest of schema 1"):
+        find_image(str(tmp_path / "oci"))
 
 
 def test_enroot_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
