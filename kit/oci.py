@@ -1,10 +1,9 @@
-"""Images as they lie in an OCI layout or a registry: which one is meant, and whether its bytes are what they say."""
+"""Images as they lie in an OCI layout or a registry: their digests, and whether their bytes are what they say."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -31,42 +30,19 @@ class _Index(BaseModel):
 
 
 class Manifest(BaseModel):
-    media_type: str = Field(default="", alias="mediaType")
     config: Descriptor
     layers: list[Descriptor]
 
 
-@dataclass(frozen=True)
-class ImageSource:
-    """One image: its digest, and how skopeo is told to read it."""
-
-    text: str
-    digest: str
-    media_type: str
-    skopeo_name: str
-    skopeo_options: tuple[str, ...] = ()
-
-
-def find_image(text: str) -> ImageSource:
-    """The image that `text` names: the folder of an OCI layout, or a registry's reference, by digest or tag."""
-    folder = Path(text)
-    if folder.is_dir():
-        return _in_layout(folder.resolve())
-    if text.startswith((".", "/")):
-        raise UsageError(f"no OCI layout at {text}", "name its folder, or registry/repository@sha256:…")
-    return _in_registry(text.removeprefix("docker://"))
-
-
-def registry_digest(reference: str) -> tuple[str, str]:
-    """Digest and media type that the registry answers with for `registry/repository[:tag|@digest]`."""
+def registry_digest(reference: str) -> str:
+    """The digest that the registry answers with for `registry/repository[:tag|@digest]`."""
     limit = f"--command-timeout={REGISTRY_TIMEOUT}"
     words = ["skopeo", limit, "inspect", "--raw", *tls_option(reference), f"docker://{reference}"]
     finished = run(words, check=False)
     if finished.returncode != 0:
         hint = "see that the registry is up, holds this image and lets you read it (skopeo login)"
         raise KitError(f"cannot read {reference} ({_complaint(finished.stderr)})", hint)
-    raw = finished.stdout.encode()
-    return f"sha256:{hashlib.sha256(raw).hexdigest()}", _media_type(raw)
+    return f"sha256:{hashlib.sha256(finished.stdout.encode()).hexdigest()}"
 
 
 def tls_option(reference: str, option: str = "--tls-verify") -> tuple[str, ...]:
@@ -118,43 +94,7 @@ def _check_blob(layout: Path, descriptor: Descriptor) -> None:
         raise KitError(f"{path} does not hash to its name")
 
 
-def _in_layout(layout: Path) -> ImageSource:
-    if ":" in str(layout):
-        raise UsageError(f"skopeo cannot read a layout whose path has a colon: {layout}", "move it")
-    image = layout_image(layout)
-    return ImageSource(str(layout), image.digest, image.media_type, f"oci:{layout}")
-
-
-def _in_registry(reference: str) -> ImageSource:
-    digest, media_type = registry_digest(reference)
-    repository = _repository(reference)
-    named = reference.partition("@")[2]
-    if named and named != digest:
-        raise KitError(f"the registry answers {digest} for {reference}", "its content is not what was asked for")
-    return ImageSource(
-        reference,
-        digest,
-        media_type,
-        f"docker://{repository}@{digest}",
-        tls_option(reference, "--src-tls-verify"),
-    )
-
-
-def _repository(reference: str) -> str:
-    """The reference without digest and tag; a colon before the last slash belongs to the registry's port."""
-    name = reference.partition("@")[0]
-    head, slash, tail = name.rpartition("/")
-    return f"{head}{slash}{tail.partition(':')[0]}"
-
-
 def _complaint(log: str) -> str:
     """What skopeo says at the end of its log, without what we know already."""
     found = re.search(r'level=fatal msg="(?:Error parsing image name [^ ]+ )?(.*)"', log)
     return found[1].replace('\\"', '"') if found else last_lines(log)
-
-
-def _media_type(manifest: bytes) -> str:
-    try:
-        return Manifest.model_validate_json(manifest).media_type
-    except ValidationError:
-        return ""

@@ -39,7 +39,7 @@ def push_image(name: str, reference: str = "") -> PushSection:
             hint="check the address, that the registry is up, and `skopeo login`",
         )
         step.moved(record.image.size)
-        there, _ = registry_digest(reference)
+        there = registry_digest(reference)
         if there != record.image.digest:
             raise KitError(f"{reference} answers {there}, not {record.image.digest}", "push again; the tag was moved")
         step.note(there)

@@ -16,8 +16,9 @@ from kit.layout import Release, only_run, release, state_dir
 from kit.record import SqshSection, add_section, read_record
 from kit.steps import complete_step, say, size_text
 from sqsh import errors
-from sqsh.convert import IMAGE_JSON, Options, Result, convert, stated, versions
+from sqsh.convert import Options, Result, convert, stated, versions
 from sqsh.image import find_image
+from sqsh.image_json import IMAGE_JSON
 from sqsh.manifest import Image
 from sqsh.verify import verify
 

@@ -69,7 +69,7 @@ def _push(image: ImageSection, section: PushSection) -> Iterator[Finding]:
     yield _same("push", "digest in the record", image.digest, section.digest)
     what = f"digest that {section.reference} has"
     try:
-        found, _ = registry_digest(section.reference)
+        found = registry_digest(section.reference)
     except KitError as error:
         yield Finding(section="push", what=what, result="unknown", detail=str(error))
         return

@@ -9,100 +9,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import NamedTuple
 
 from isal import isal_zlib
 
 from sqsh.cancel import Cancel
 from sqsh.compress import Block, Compressor
-from sqsh.copier import Changed, Copier, read_earlier
+from sqsh.earlier import Earlier
+from sqsh.file_data import RAW, FileData, Fragment
+from sqsh.writer import Run, Writer
 
-RAW = 1 << 24  # a block's size with this bit: stored as it is
 JOB_SIZE = 1 << 20  # bytes that one job compresses, at least a block
 PENDING_SIZE = 128 << 20  # bytes waiting for a compressor
-UNWRITTEN_SIZE = 32 << 20  # bytes waiting for the disk
 COPY_SIZE = 32 << 20  # bytes of an earlier output to be copied by one request, and a block more
-SYNC_SIZE = 128 << 20  # write back in the background after so many bytes, so that the last sync has little to do
 # A fragment ends when it is full, or after a file whose hash begins with a byte below this. So a file that comes or
 # goes changes the fragments near it, not all that follow, and the others can be copied from an earlier output.
 CUT_BELOW = 6
-
-
-class FileData:
-    """Where a file's content lies. `key` tells equal contents apart from others; `sums` are check sums of
-    its blocks as they are stored."""
-
-    __slots__ = ("fragment", "key", "offset", "size", "sizes", "sparse", "start", "sums")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.start = 0
-        self.sizes: list[int] = []
-        self.sums: list[int] = []
-        self.sparse = 0
-        self.fragment = -1
-        self.offset = 0
-        self.key = b""
-
-    @property
-    def stored(self) -> int:
-        return sum(size & (RAW - 1) for size in self.sizes)
-
-
-class Fragment(NamedTuple):
-    """Where it lies, its size word, the check sum of its stored bytes, and the size of its content."""
-
-    start: int
-    word: int
-    sum: int
-    size: int
-
-
-class Earlier:
-    """An earlier output whose blocks can be copied; see cache.py."""
-
-    def __init__(self, handle: int, compressor: Compressor, fragments: Mapping[int, Fragment]) -> None:
-        self.handle = handle
-        self.fragments = fragments
-        self._compressor = compressor
-        self._last: tuple[int, bytes] = (-1, b"")
-
-    def fragment(self, number: int) -> bytes:
-        """A fragment's content."""
-        if self._last[0] != number:
-            old = self.fragments[number]
-            data = bytearray(old.word & (RAW - 1))
-            read_earlier(self.handle, data, old.start)
-            if isal_zlib.crc32(data) != old.sum:
-                raise Changed
-            self._last = (number, bytes(data) if old.word & RAW else self._compressor.unpack(bytes(data)))
-        return self._last[1]
-
-
-class _Run:
-    """Blocks in a row in an earlier output, on their way to `position`, and the check sum of all their bytes."""
-
-    __slots__ = ("handle", "position", "size", "start", "total")
-
-    def __init__(self, handle: int, start: int, position: int) -> None:
-        self.handle = handle
-        self.start = start
-        self.position = position
-        self.size = 0
-        self.total = 0
-
-    def goes_on(self, handle: int, start: int, position: int) -> bool:
-        return (handle, start, position) == (self.handle, self.start + self.size, self.position + self.size)
-
-    def add(self, size: int, total: int) -> None:
-        self.total = isal_zlib.crc32_combine(self.total, total, size)
-        self.size += size
 
 
 class _Piece:
@@ -142,8 +68,8 @@ class DataArea:
         self._copied: dict[tuple[int, int, int], FileData] = {}  # by where an earlier output has it
         self._large: dict[tuple[int, int, int], list[FileData]] = {}
         self._cancel = cancel
-        self._writer = _Writer(handle, cancel)
-        self._run: _Run | None = None
+        self._writer = Writer(handle, cancel)
+        self._run: Run | None = None
 
     def __enter__(self) -> DataArea:
         return self
@@ -327,7 +253,7 @@ class DataArea:
             return
         if self._run is None or self._run.size >= COPY_SIZE or not self._run.goes_on(handle, start, self.position):
             self._flush_run()
-            self._run = _Run(handle, start, self.position)
+            self._run = Run(handle, start, self.position)
         self._run.add(size, total)
         self.position += size
 
@@ -363,120 +289,6 @@ class DataArea:
         self._flush_run()
         self._writer.write(stored, self.position)
         self.position += sum(map(len, stored))
-
-
-class _Writer:
-    """Writes in a thread of its own, in the order given, and has the kernel write back while the rest is made."""
-
-    def __init__(self, handle: int, cancel: Cancel) -> None:
-        self._handle = handle
-        self._cancel = cancel
-        self._dropped = False
-        self._todo: queue.SimpleQueue[tuple[Callable[[], int], int] | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._left = 0  # things to write
-        self._held = 0  # bytes in memory for them
-        self._unsynced = 0
-        self._copier: Copier | None = None
-        self._error: BaseException | None = None
-        self._sync = ThreadPoolExecutor(1, thread_name_prefix="sync")
-        self._syncing: Future[None] | None = None
-        self._thread = threading.Thread(target=self._work, name="write", daemon=True)
-        self._thread.start()
-
-    def write(self, parts: Sequence[Block], position: int) -> None:
-        self._add(lambda: write_all(self._handle, parts, position), sum(map(len, parts)))
-
-    def copy(self, run: _Run) -> None:
-        self._add(lambda: self._copy(run), 0)
-
-    def finish(self) -> None:
-        self._add(self._last_sync, 0)
-
-    def wait(self) -> None:
-        """Until all is written, as far as the kernel's cache. Raises what went wrong: OSError, Changed."""
-        self._add(self._finish_copies, 0)
-        with self._changed:
-            self._until(lambda: self._left == 0)
-
-    def close(self, drop: bool) -> None:
-        """End the thread, at once or when all is written."""
-        self._dropped = drop
-        if drop and self._copier is not None:
-            self._copier.kill()  # the thread may be waiting for it
-        self._todo.put(None)
-        self._thread.join()
-        if self._copier is not None:
-            self._copier.close()
-        self._sync.shutdown(wait=True)
-
-    def _add(self, work: Callable[[], int], held: int) -> None:
-        with self._changed:
-            self._until(lambda: self._held < UNWRITTEN_SIZE)
-            self._left += 1
-            self._held += held
-        self._todo.put((work, held))
-
-    def _until(self, condition: Callable[[], bool]) -> None:
-        while not self._changed.wait_for(lambda: condition() or self._error is not None, timeout=0.2):
-            self._cancel.check()
-        if self._error is not None:
-            raise self._error
-
-    def _work(self) -> None:
-        while (item := self._todo.get()) is not None:
-            work, held = item
-            error = None
-            if self._error is None and not self._dropped:
-                try:
-                    self._write_back(work())
-                except BaseException as found:
-                    error = found
-            with self._changed:
-                self._left -= 1
-                self._held -= held
-                self._error = self._error or error
-                self._changed.notify_all()
-
-    def _write_back(self, size: int) -> None:
-        self._unsynced += size
-        if self._unsynced < SYNC_SIZE or (self._syncing is not None and not self._syncing.done()):
-            return
-        if self._syncing is not None:
-            self._syncing.result()  # the kernel says once only what went wrong
-        self._unsynced = 0
-        self._syncing = self._sync.submit(os.fdatasync, self._handle)
-
-    def _copy(self, run: _Run) -> int:
-        if self._copier is None:
-            self._copier = Copier(self._handle)
-        self._copier.copy(run.handle, run.start, run.position, run.size, run.total)
-        return run.size
-
-    def _finish_copies(self) -> int:
-        if self._copier is not None:
-            self._copier.finish()
-        return 0
-
-    def _last_sync(self) -> int:
-        self._finish_copies()
-        if self._syncing is not None:
-            self._syncing.result()
-        os.fdatasync(self._handle)
-        self._unsynced = 0
-        return 0
-
-
-def write_all(handle: int, parts: Sequence[Block], position: int) -> int:
-    """Write all parts one after the other at `position`; the answer is their size."""
-    total = sum(map(len, parts))
-    written = os.pwritev(handle, parts[:1000], position) if parts else 0
-    if written < total:
-        rest = memoryview(b"".join(parts))[written:]
-        while rest:
-            count = os.pwrite(handle, rest, position + total - len(rest))
-            rest = rest[count:]
-    return total
 
 
 def _give_way() -> None:

@@ -20,8 +20,9 @@ from typing import Any
 
 import zstandard
 
-from sqsh.blocks import Earlier, FileData, Fragment
 from sqsh.compress import Compressor
+from sqsh.earlier import Earlier
+from sqsh.file_data import FileData, Fragment
 from sqsh.tar import FILE, Member
 from sqsh.tree import Node
 

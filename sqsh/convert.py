@@ -8,7 +8,6 @@ import fcntl
 import gc
 import glob
 import itertools
-import json
 import os
 import secrets
 import sys
@@ -20,22 +19,24 @@ from pathlib import Path
 from typing import Protocol
 
 from sqsh import __version__
-from sqsh.blocks import DataArea, Earlier, FileData
+from sqsh.blocks import DataArea
 from sqsh.cache import Cache, Found, Recorded
 from sqsh.cancel import Cancel, in_thread
 from sqsh.compress import Block, Compressor
-from sqsh.contract import StartedTree, inode_tree
 from sqsh.copier import Changed
+from sqsh.earlier import Earlier
 from sqsh.enroot_files import ImageConfig, parse_config, start_files
 from sqsh.errors import BadImage, SqshError, UsageError
+from sqsh.file_data import FileData
 from sqsh.image import find_image
+from sqsh.image_json import IMAGE_JSON, image_json
+from sqsh.inodes import StartedTree, inode_tree
 from sqsh.manifest import Blob, Image
 from sqsh.squashfs import Inode, Written, data_start, write_tables
 from sqsh.stream import LayerStream, Limits
 from sqsh.tar import FILE, TarReader
 from sqsh.tree import Layer, Node, Tree
 
-IMAGE_JSON = "opt/release/image.json"
 # What file systems answer that know no locks (Lustre, NFS without its daemon) or no sync of folders (FUSE, SMB).
 UNKNOWN_CALL = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOTTY)
 BLOCK_SIZES = [1 << bits for bits in range(12, 21)]
@@ -169,11 +170,6 @@ def final_tree(layers: Layers, image: Image, config: ImageConfig, options: Optio
         started.make_folder(path)
     started.empty("dev")
     return root
-
-
-def image_json(image: Image, name: str) -> str:
-    """`/opt/release/image.json`: which image a run inside the squashfs proves."""
-    return json.dumps({"digest": image.digest, "name": name, "media_type": image.media_type}, indent=2) + "\n"
 
 
 class Area(Protocol):

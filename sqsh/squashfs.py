@@ -6,9 +6,11 @@ import os
 import struct
 from dataclasses import dataclass
 
-from sqsh.blocks import RAW, DataArea, FileData, Fragment, write_all
+from sqsh.blocks import DataArea
 from sqsh.compress import Compressor
 from sqsh.errors import BadImage
+from sqsh.file_data import RAW, FileData, Fragment
+from sqsh.writer import write_all
 
 MAGIC = 0x73717368
 SUPERBLOCK_SIZE = 96

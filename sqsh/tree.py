@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NoReturn
 
-from sqsh.blocks import FileData
 from sqsh.errors import BadImage
+from sqsh.file_data import FileData
 from sqsh.tar import FILE, FOLDER, LINK, MAX_NAME, SYMLINK, Member
 
 WHITEOUT = b".wh."

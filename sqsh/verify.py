@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from sqsh.blocks import Earlier, FileData
 from sqsh.cancel import Cancel, in_thread
 from sqsh.compress import Block
 from sqsh.convert import Layers, Options, final_tree
+from sqsh.earlier import Earlier
 from sqsh.enroot_files import parse_config
 from sqsh.errors import BadImage
+from sqsh.file_data import FileData
 from sqsh.manifest import Image
 from sqsh.reader import Entry, Squashfs
 from sqsh.squashfs import Inode

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from sqsh import blocks
+from sqsh import writer
 from sqsh.convert import Options, convert
 from sqsh.copier import Copier
 from sqsh.errors import BadImage, SqshError, UsageError
@@ -346,7 +346,7 @@ def test_whatever_goes_wrong_in_the_writers_thread_ends_the_conversion(
     def fail(*_: object) -> int:
         raise MemoryError
 
-    monkeypatch.setattr(blocks, "write_all", fail)
+    monkeypatch.setattr(writer, "write_all", fail)
     with pytest.raises(MemoryError):
         convert(str(image / "oci"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -362,7 +362,7 @@ def test_a_disk_that_fails_in_the_background(image: Path, tmp_path: Path, monkey
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(handle)
 
-    monkeypatch.setattr(blocks, "SYNC_SIZE", 1)
+    monkeypatch.setattr(writer, "SYNC_SIZE", 1)
     monkeypatch.setattr(os, "fdatasync", fail_once)
     with pytest.raises(SqshError, match="could not be written"):
         convert(str(image / "oci"), tmp_path / "out")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 
 from sqsh import squashfs
-from sqsh.blocks import FileData
 from sqsh.errors import BadImage
+from sqsh.file_data import FileData
 from sqsh.squashfs import Inode
 from sqsh.tar import BLOCK_DEVICE, CHAR, FIFO, FILE, SYMLINK, Member
 from sqsh.tree import Folder, Node
