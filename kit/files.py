@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from kit.errors import KitError
+from kit.steps import say
+
+# What file systems answer that know no locks (Lustre, NFS without its daemon) or no sync of folders (FUSE, SMB).
+UNKNOWN_CALL = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOTTY)
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -50,9 +56,26 @@ def finished_file(path: Path) -> Iterator[Path]:
 def fsync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(handle)
+        with if_known(folder, "sync folders: a crash of the machine may still undo a file's name"):
+            os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def if_known(folder: Path, what: str) -> Iterator[None]:
+    """Go on, with a note, where the file system knows no such call."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNKNOWN_CALL:
+            raise
+        _note_once(f"note: {folder} cannot {what} ({error.strerror})")
+
+
+@cache
+def _note_once(text: str) -> None:
+    say(text)
 
 
 def need_space(folder: Path, size: int, what: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kit.errors import KitError, UsageError
+from kit.files import if_known
 
 REPO = Path(__file__).resolve().parent.parent
 LOCKFILES = REPO / "lockfiles"
@@ -80,7 +81,8 @@ def only_run(what: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{what}.lock").open("a+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with if_known(folder, f"lock files: see that no other '{what}' runs here"):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "unknown"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from sqsh.credentials import Login, Logins
 from sqsh.errors import SqshError
 from sqsh.reference import HOST, LOOPBACK, Reference
-from sqsh.transport import Transport, http_error
+from sqsh.transport import Transport
 
 NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 PARAMETER = re.compile(rf'({NAME})\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]*))')
@@ -102,17 +103,17 @@ class Authorizer:
         return self._ask(request)
 
     def _ask(self, request: urllib.request.Request) -> str:
+        what = f"{self._reference.host} gives no token for {self._reference.repository}"
         try:
-            body = json.loads(self._transport.read(request, "its token")[0])
+            body = json.loads(self._transport.read(request, "a token")[0])
             token = body.get("token") or body["access_token"]
-            if not TOKEN.fullmatch(token):
-                raise ValueError("what it gives is no token")
-            return str(token)
-        except (SqshError, ValueError, KeyError, AttributeError, TypeError) as error:
-            reason = http_error(error) or f"{type(error).__name__}: {error}"
-            raise SqshError(
-                f"{self._reference.host} gives no token for {self._reference.repository} ({reason})", self.hint
-            ) from None
+            if TOKEN.fullmatch(token):
+                return str(token)
+        except urllib.error.HTTPError as error:
+            raise SqshError(f"{what} ({request.host} answers {error.code} {error.reason})", self.hint) from None
+        except (ValueError, KeyError, AttributeError, TypeError):
+            pass
+        raise SqshError(f"{what} ({request.host} answers something else)", self.hint)
 
     def _safe_realm(self, realm: str) -> urllib.parse.SplitResult:
         """Over TLS, or on this machine if the registry is there too."""

@@ -201,8 +201,10 @@ def from_index(text: str, raw: bytes, store: Store, tag: str, platform: str) -> 
         manifests = [entry for entry in manifests if _is_named(entry, tag)]
         if not manifests:
             raise UsageError(f"{text}: no image of the name '{tag}' there")
-    only_one = len({entry.digest for entry in manifests}) == 1
-    found = manifests[0] if only_one else _choose(manifests, platform, text)
+    count = len({entry.digest for entry in manifests})
+    if count > 1 and not any(entry.platform for entry in manifests):
+        raise UsageError(f"{text} holds {count} images", "name one by its tag, behind a colon")
+    found = manifests[0] if count == 1 else _choose(manifests, platform, text)
     return from_descriptor(text, found, store.read(found.digest, found.size), store, platform)
 
 

@@ -42,7 +42,7 @@ class RegistryStore(Store):
     def manifest(self, name: str) -> tuple[bytes, str]:
         def once() -> tuple[bytes, Message]:
             with self.get(f"manifests/{name}", {"Accept": ", ".join((*MANIFESTS, *INDEXES))}) as answer:
-                return self._transport.whole(answer, f"the manifest of {name}"), answer.headers
+                return self._transport.whole(answer, self._reference.host), answer.headers
 
         raw, headers = self._transport.patiently(once)
         return raw, str(headers.get("Content-Type") or "").partition(";")[0]

@@ -71,7 +71,6 @@ class Transport:
     """Sends requests for the registry `host`."""
 
     def __init__(self, host: str, note: Callable[[str], None]) -> None:
-        self._host = host
         self.note = note
         self._answered = False
         # A proxy of the site's knows nothing of this machine's own registry.
@@ -90,10 +89,10 @@ class Transport:
             after_s = _retry_after(error.headers)
             when = f"in {after_s:.0f} s, as it asks for" if after_s else "later"
             raise Unreachable(
-                f"{self._host} answers {error.code} {error.reason} for {what}", f"try again {when}", after_s
+                f"{request.host} answers {error.code} {error.reason} for {what}", f"try again {when}", after_s
             ) from None
         except (OSError, http.client.HTTPException, UnicodeError) as error:
-            raise self._no_answer(error) from None
+            raise self._no_answer(request.host, error) from None
         self._answered = True
         return answer
 
@@ -111,26 +110,26 @@ class Transport:
                 if not patience.waits(error):
                     raise
 
-    def whole(self, answer: http.client.HTTPResponse, what: str) -> bytes:
-        """All that a small answer holds."""
+    def whole(self, answer: http.client.HTTPResponse, host: str) -> bytes:
+        """All that a small answer of `host` holds."""
         try:
             raw = answer.read(MAX_JSON + 1)
             if answer.length and len(raw) <= MAX_JSON:
                 raise http.client.IncompleteRead(raw, answer.length)
         except (OSError, http.client.HTTPException) as error:
-            raise self._no_answer(error) from None
+            raise self._no_answer(host, error) from None
         if len(raw) > MAX_JSON:
-            raise SqshError(f"{self._host} answers more than {MAX_JSON} bytes for {what}")
+            raise SqshError(f"{host} answers more than {MAX_JSON} bytes where few are due")
         return raw
 
     def _read(self, request: urllib.request.Request, what: str) -> tuple[bytes, Message]:
         with self.open(request, what) as answer:
-            return self.whole(answer, what), answer.headers
+            return self.whole(answer, request.host), answer.headers
 
-    def _no_answer(self, error: Exception) -> SqshError:
+    def _no_answer(self, host: str, error: Exception) -> SqshError:
         """A registry that has never answered and takes no connection is more likely a wrong name than a busy one."""
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        what, hint = f"cannot reach {self._host} ({reason})", "see that the registry is up"
+        what, hint = f"cannot reach {host} ({reason})", "see that the registry is up"
         never = isinstance(error, urllib.error.URLError) and isinstance(
             reason, ConnectionRefusedError | TimeoutError | socket.gaierror
         )
@@ -165,11 +164,6 @@ def origin(url: str) -> tuple[str, str, int | None]:
         return parts.scheme, parts.hostname or "", parts.port or PORTS.get(parts.scheme)
     except ValueError:
         return url, "", None
-
-
-def http_error(error: Exception) -> str:
-    """What a refusal says in the log, if it is one."""
-    return str(error) if isinstance(error, urllib.error.HTTPError | SqshError) else ""
 
 
 def _retry_after(headers: Message) -> float | None:

@@ -201,6 +201,17 @@ def test_names_in_an_archive_of_a_newer_docker(tmp_path: Path) -> None:
             find_image(f"{tmp_path}/oci:{name}")
 
 
+def test_a_layout_of_several_images(tmp_path: Path) -> None:
+    write_image(tmp_path / "oci", [LOWER])
+    write_image(tmp_path / "other", [UPPER])
+    index, other = (json.loads((tmp_path / name / "index.json").read_text()) for name in ("oci", "other"))
+    other["manifests"][0]["annotations"] = {"org.opencontainers.image.ref.name": "other"}
+    (tmp_path / "oci/index.json").write_text(json.dumps({"manifests": index["manifests"] + other["manifests"]}))
+    with pytest.raises(UsageError, match="holds 2 images: name one by its tag"):
+        find_image(str(tmp_path / "oci"))
+    assert find_image(f"{tmp_path}/oci:image").digest == index["manifests"][0]["digest"]
+
+
 def test_archives_that_are_none_or_too_old(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"saved by Docker before 1\.10"):
         find_image(str(write_tar(tmp_path / "old.tar", {"repositories": b"{}", "a/layer.tar": LOWER})))

@@ -6,6 +6,7 @@ import base64
 import email.utils
 import json
 import os
+import signal
 import threading
 import time
 import urllib.parse
@@ -423,19 +424,24 @@ def test_whom_a_token_may_go_to(home: Path, registry: str, user: str, entries: s
     assert any("docker://USER@" in text for text in logins.problems) == (wanted is None)
 
 
-FAULTS = ("408", "429", "500", "502", "503", "504", "reset", "cut")
+FAULTS = ("408", "429", "500", "502", "503", "504", "reset", "cut", "slow")
 
 
 @pytest.mark.parametrize("what", FAULTS)
 @pytest.mark.parametrize("where", ["/manifests/", "/blobs/", "/token"])
-def test_each_request_is_made_again(layout: Path, tmp_path: Path, waits: list[float], where: str, what: str) -> None:
+def test_each_request_is_made_again(
+    layout: Path, tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch, where: str, what: str
+) -> None:
     broken: set[str] = set()
+    monkeypatch.setattr(transport, "TIMEOUT_S", 0.5 if what == "slow" else 60)
 
     def hook(request: Request) -> bool:
         if where not in request.path or request.path in broken:
             return False
         broken.add(request.path)
-        if what == "reset":
+        if what == "slow":
+            time.sleep(1)
+        if what in ("reset", "slow"):
             return request.reset()
         if what == "cut":
             return request.send(200, b'{"token": "half"}' * 9, cut=0 if where == "/blobs/" else 5)
@@ -484,6 +490,34 @@ def test_a_wait_that_is_too_long_ends_at_once(layout: Path, waits: list[float]) 
     with served(layout, lambda request: request.send(429, headers={"Retry-After": "3600"})) as registry, refused:
         find_image(registry.image)
     assert (len(registry.log), waits) == (1, [])
+
+
+def test_a_wait_can_be_interrupted(layout: Path, tmp_path: Path) -> None:
+    """Whether it is for the manifest, in this thread, or for a layer, in another."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for where in ("/manifests/", layer_of(layout)):
+
+            def hook(request: Request, where: str = where) -> bool:
+                return where in request.path and request.send(429, headers={"Retry-After": "50"})
+
+            with served(layout, hook) as registry:
+                started = time.monotonic()
+                signal.setitimer(signal.ITIMER_REAL, 0.5)
+                with pytest.raises(KeyboardInterrupt):
+                    converted(registry.image, tmp_path / "out")
+                assert time.monotonic() - started < 20
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not (tmp_path / "out").exists()
+
+
+def layer_of(layout: Path) -> str:
+    return find_image(str(layout)).layers[0].digest
 
 
 def test_what_no_other_try_would_change(layout: Path, waits: list[float]) -> None:
