@@ -20,6 +20,7 @@ from sqsh.tar import FILE, FOLDER, LINK, MAX_NAME, SYMLINK, Member
 WHITEOUT = b".wh."
 OPAQUE = b".wh..wh..opq"
 RESERVED = b".wh..wh."
+NONE: frozenset[bytes] = frozenset()
 MAX_LINKS = 40  # on one path, as Linux has it
 MAX_TURNS = 256  # how often an image's layers are laid anew
 
@@ -71,12 +72,14 @@ class Folder:
 class LayerFolder:
     """A folder as one layer states it. `above` is the same folder in the final tree so far, if any.
 
-    `masked`: what lies in it is hidden by layers above. `there`: as in the final tree.
+    `masked`: what lies in it is hidden by layers above. `there`: as in the final tree. `hidden`: names whose content in
+    lower layers is gone, by one of the `whiteouts` or by an entry of another type. `fresh`: so is the folder's own.
     """
 
-    __slots__ = ("above", "children", "hidden", "masked", "member", "opaque", "there")
+    __slots__ = ("above", "children", "fresh", "hidden", "masked", "member", "opaque", "there", "whiteouts")
 
-    def __init__(self, above: Folder | None, masked: bool) -> None:
+    def __init__(self, above: Folder | None, masked: bool, fresh: bool = False) -> None:
+        self.fresh = fresh
         self.above = above
         self.masked = masked
         self.children: dict[bytes, LayerFolder | Node] = {}
@@ -84,6 +87,11 @@ class LayerFolder:
         self.member: Member | None = None
         self.opaque = False
         self.there = False
+        self.whiteouts: frozenset[bytes] = NONE
+
+    def loses(self, name: bytes) -> bool:
+        """Whether what lower layers have in it by that name is gone, as far as is known."""
+        return self.fresh or self.opaque or name in self.hidden
 
 
 class _Taken:
@@ -331,21 +339,27 @@ class Layer:
         return above is None or (name not in above.hidden and name not in above.children)
 
     def taken(self) -> Iterator[Path]:
-        """Folders that this layer does not state, but takes for granted to have something in them."""
-        yield from filter(self._assumes, self._assumed)
+        """Folders that this layer took for granted when it had something in them, whatever it says of them later."""
+        yield from (path for path in self._assumed if not self._takes_away(path))
         for target in self._links:
-            yield from (target[:depth] for depth in range(1, len(target)) if self._assumes(target[:depth]))
+            for depth in range(1, len(target)):
+                here = self._find(target[:depth])
+                if not (
+                    (isinstance(here, LayerFolder) and here.member is not None) or self._takes_away(target[:depth])
+                ):
+                    yield target[:depth]
 
-    def _assumes(self, path: Path) -> bool:
-        """Whether lower layers say what there is at `path`."""
-        here: LayerFolder | Node | None = self.root
+    def _takes_away(self, path: Path) -> bool:
+        """Whether a whiteout here hides what lower layers have at `path`."""
+        here = self.root
         for name in path:
-            if not isinstance(here, LayerFolder):
-                return here is None
-            if here.opaque or name in here.hidden:
+            if here.opaque or name in here.whiteouts:
+                return True
+            child = here.children.get(name)
+            if not isinstance(child, LayerFolder):
                 return False
-            here = here.children.get(name)
-        return here is None or (isinstance(here, LayerFolder) and here.member is None)
+            here = child
+        return False
 
     def _parent(self, path: Path, there: bool = True) -> LayerFolder:
         """The folder `path`, made as far as it is missing; `there` is False for a whiteout's."""
@@ -369,7 +383,8 @@ class Layer:
                 return None
             if child is None:
                 child = self._new(folder, name)
-                self._assumed.append(path[:depth])
+                if not child.fresh:
+                    self._assumed.append(path[:depth])
             folder = child
             folder.there = folder.there or there
         return folder
@@ -390,15 +405,15 @@ class Layer:
                     names.pop()
                     folders.pop()
                 continue
-            child = folders[-1].children.get(name) if folders[-1] is not None else None
+            here = folders[-1]
+            child = here.children.get(name) if here is not None else None
+            target: bytes | None = None
             if isinstance(child, Node):
                 if child.member.kind != SYMLINK:
                     self._refuse(path, fault)
-                target: bytes | None = child.member.link
-            elif child is None or child.member is None:
+                target = child.member.link
+            elif not _is_stated(child) and not (here is not None and here.loses(name)):
                 target = self._links_below.get((*names, name))
-            else:
-                target = None
             if target is None:
                 names.append(name)
                 folders.append(child if isinstance(child, LayerFolder) else None)
@@ -420,6 +435,7 @@ class Layer:
         folder = self._new(parent, name)
         if child is not None:
             parent.hidden.add(name)
+            folder.fresh = True
         return folder
 
     def _new(self, parent: LayerFolder, name: bytes) -> LayerFolder:
@@ -432,7 +448,7 @@ class Layer:
             elif there is not None:
                 above = there
                 masked = there.sealed
-        folder = parent.children[name] = LayerFolder(above, masked)
+        folder = parent.children[name] = LayerFolder(above, masked, parent.loses(name))
         return folder
 
     def _whiteout(self, path: Path, name: bytes) -> bool:
@@ -446,21 +462,19 @@ class Layer:
         hidden = name[len(WHITEOUT) :]
         if hidden in (b"", b".", b".."):
             self._refuse(path, "has a whiteout of no name:")
-        self._parent(path[:-1], there=False).hidden.add(hidden)
+        parent = self._parent(path[:-1], there=False)
+        parent.hidden.add(hidden)
+        parent.whiteouts |= {hidden}
         return True
 
     def _link(self, target: Path, link: Node) -> Node:
-        here = self._find(target) if not self._links_below else None
-        if isinstance(here, LayerFolder):
-            self._refuse(target, "has a hard link to a folder:")
-        if here is not None:
-            return here
-        fault = "has a hard link through what is no folder:"
-        target = (*self._real(target[:-1], fault), *target[-1:])
         here = self._find(target)
-        if isinstance(here, LayerFolder):
+        if self._links_below or not isinstance(here, Node):
+            target = (*self._real(target[:-1], "has a hard link through what is no folder:"), *target[-1:])
+            here = self._find(target)
+        if not target or _is_stated(here):
             self._refuse(target, "has a hard link to a folder:")
-        return here if here is not None else self._link_below(target, link)
+        return here if isinstance(here, Node) else self._link_below(target, link)
 
     def _find(self, path: Path) -> LayerFolder | Node | None:
         """What this layer itself has at `path`."""
@@ -479,6 +493,10 @@ class Layer:
 
     def _refuse(self, path: Path, what: str) -> NoReturn:
         raise BadImage(f"the layer {self.name} {what} /{_text(path)}", "it is damaged or hostile; nothing was written")
+
+
+def _is_stated(here: LayerFolder | Node | None) -> bool:
+    return isinstance(here, LayerFolder) and here.member is not None
 
 
 def _text(path: Iterable[bytes]) -> str:

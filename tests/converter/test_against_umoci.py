@@ -46,18 +46,22 @@ class Stack:
     """Turns steps into layers that a well-meaning builder could have written, dropping steps that make no sense.
 
     Left out on purpose, as tools differ there: a whiteout in a layer that has entries at or below that path already;
-    setgid folders, whose mark the kernel hands on to folders that no layer states.
+    setgid folders, whose mark the kernel hands on to folders that no layer states. And as no builder writes it: one
+    thing by two names, one of them through a link, in the same layer.
     """
 
     def __init__(self) -> None:
         self.state: dict[Path_, str] = {}
         self.targets: dict[Path_, Path_] = {}
+        self.aliases: set[Path_] = set()  # hard links to links, through which no builder writes
         self.layers: list[list[Item]] = []
         self._touched: set[Path_] = set()
+        self._spelling: dict[Path_, Path_] = {}
 
     def begin(self) -> None:
         self.layers.append([])
         self._touched = set()
+        self._spelling = {}
 
     def step(
         self,
@@ -70,19 +74,25 @@ class Stack:
         xattrs: dict[str, bytes],
         mtime: int,
     ) -> None:
-        name = b"/".join(path)
+        name, raw = b"/".join(path), path
         parent, target = self._real(path[:-1]), self._real(other[:-1])
         if parent is None:
             return
         path = (*parent, path[-1])
+        if self._spelling.setdefault(path, raw) != raw:
+            return
+        through = {raw[:depth] for depth in range(1, len(raw)) if self.state.get(raw[:depth]) == "symlink"}
         if what in ("whiteout", "opaque"):
             self._hide(what, path, name)
+            self._touched |= through
             return
+        self._touched |= through
         words: dict[str, Any] = {"owner": owner, "mtime": mtime}
         if what == "hardlink":
             linked, other = other, (*(target or ()), other[-1])
             if (
                 target is None
+                or linked[: len(raw)] == raw
                 or self.state.get(other) in (None, "folder")
                 or path[: len(other)] == other
                 or other[: len(path)] == path
@@ -101,7 +111,8 @@ class Stack:
             item, kind = Item(name, type=type, mode=mode, device=(1, mtime % 256), **words), what
         if not (self.state.get(path) == kind == "folder"):
             self._remove(path)
-        self.targets[path] = self.targets[other] if what == "hardlink" and kind == "symlink" else other
+        self.targets[path] = other
+        (self.aliases.add if what == "hardlink" else self.aliases.discard)(path)
         for depth in range(1, len(path)):
             self.state[path[:depth]] = "folder"
             self._touched.add(path[:depth])
@@ -117,7 +128,7 @@ class Stack:
         while rest:
             found = (*found, rest.pop(0))
             kind = self.state.get(found, "folder")
-            if kind == "symlink" and links < 10:
+            if kind == "symlink" and links < 10 and found not in self.aliases:
                 rest = [*self.targets[found], *rest]
                 found = found[:-1]
                 links += 1

@@ -81,8 +81,16 @@ WHOLE = {b"usr", b"usr/lib", b"usr/lib/libc.so", b"lib"}
         ([[symlink(b"l", b"/etc"), Item(b"l/passwd")]], {b"l", b"etc", b"etc/passwd"}),
         ([[symlink(b"l", b"/etc")], [Item(b"l/passwd")]], {b"l", b"etc", b"etc/passwd"}),
         ([[Item(b"etc/passwd"), symlink(b"l", b"/etc")], [Item(b"l/.wh.passwd")]], {b"l", b"etc"}),
-        # the last of several entries of one name counts
-        ([BASE, [F, symlink(b"lib", b"usr")]], WHOLE),
+        # a folder stated anew in place of what was there has nothing of it
+        (
+            [[folder(b"c"), symlink(b"c/b", b"d")], [symlink(b"c", b"x"), folder(b"c"), Item(b"c/b/f")]],
+            {b"c", b"c/b", b"c/b/f"},
+        ),
+        # what comes later in the same layer changes nothing of where an entry has gone, and else the last one counts
+        ([BASE, [F, symlink(b"lib", b"usr")]], {*WHOLE, b"usr/lib/foo"}),
+        ([BASE, [F, folder(b"lib"), Item(b"lib/bar")]], {*WHOLE, b"usr/lib/foo", b"lib/bar"}),
+        ([[folder(b"lib")], [F, symlink(b"lib", b"usr")]], {b"lib"}),
+        ([BASE, [F, Item(b".wh.lib")]], {*WHOLE, b"lib/foo"}),
         ([[symlink(b"l", b"a"), Item(b"l/1"), symlink(b"l", b"b"), Item(b"l/2")]], {b"l", b"a", b"a/1", b"b", b"b/2"}),
     ],
 )
@@ -117,6 +125,12 @@ def test_hard_links_through_links(tmp_path: Path, target: bytes) -> None:
     found = numbers(made(tmp_path / "3", [[*BASE, hardlink(b"alias", target), hardlink(b"same", b"lib")]]))
     assert found[b"alias"] == found[b"usr/lib/libc.so"]
     assert found[b"same"] == found[b"lib"]
+
+
+def test_a_hard_link_to_a_link_that_its_own_layer_writes_through(tmp_path: Path) -> None:
+    found = numbers(made(tmp_path, [BASE, [F, hardlink(b"lib64", b"lib")]]))
+    assert found[b"lib64"] == found[b"lib"]
+    assert b"usr/lib/foo" in found
 
 
 def test_a_hard_link_names_what_was_there_in_its_own_layer(tmp_path: Path) -> None:
