@@ -26,6 +26,6 @@ if [ -n "$BUILD_DYNAMO" ]; then
   [ -e /opt/dynamo_venv/bin/etcd ] || ln -s "$(command -v etcd)" /opt/dynamo_venv/bin/etcd
 fi
 rm -rf "$UV_CACHE_DIR" /tmp/uv
-
+sh /mnt/forget-fetch-times.sh
 
 python3 /mnt/compile_bytecode.py /opt/*_venv/lib
