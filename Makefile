@@ -8,9 +8,9 @@ BUILD = .venv/bin/python build.py
 
 .PHONY: env lock fetch image push sqsh functional verify bench demo test test-full clean distclean
 
-env: .venv/.installed
-
-.venv/.installed: lockfiles/kit.txt ci/python-env.sh
+# Each command first sees to what it needs of this machine, or says at once what is missing; with CI=true, and for `demo`
+# and `test`, missing system packages are installed, and named.
+env:
 	@ci/python-env.sh
 
 lock: env
@@ -49,8 +49,9 @@ clean: env
 distclean: env
 	@$(BUILD) clean --all
 
-test: env
+# All parts, or PARTS; the longer ones are in `test-full`.
+test:
 	@ci/test.sh $(PARTS)
 
-test-full: env
+test-full:
 	@ci/test.sh static unit road stations inside faults full

@@ -43,10 +43,13 @@ private_apt() {
     -o "Dir::Etc::sourcelist=$root/sources.list" -o "Dir::Etc::sourceparts=/dev/null"
     -o "Dir::State::lists=$root/lists" -o "Dir::Cache=$root/cache"
     -o "APT::Default-Release=" -o "APT::Sandbox::User=root"
+    -o "Acquire::Retries=1" -o "Acquire::http::Timeout=20" -o "Acquire::https::Timeout=20"
   )
   if ! cmp -s "$root/sources.list.new" "$root/sources.list" || [ -z "$(find "$root/fresh" -mmin -60 2>/dev/null)" ]; then
     mv "$root/sources.list.new" "$root/sources.list"
-    apt-get "${apt_options[@]}" -qq update >&2
+    # An archive out of reach is an error at once, and not a warning before others.
+    apt-get "${apt_options[@]}" -o APT::Update::Error-Mode=any -qq update >"$root/update.log" 2>&1 ||
+      die "no package lists of $suite ($(grep -m1 '^E:' "$root/update.log")): see that this machine reaches its package archive"
     touch "$root/fresh"
   else
     rm "$root/sources.list.new"

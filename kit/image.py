@@ -17,7 +17,7 @@ from kit.layout import REPO, Release, inputs_dir, only_run, release, state_dir
 from kit.lock import check_pins
 from kit.oci import blob, layout_image, read_manifest
 from kit.record import ImageSection, read_record, start_record
-from kit.services import Docker, content_store, engine
+from kit.services import Docker, check_engine, content_store, engine
 from kit.sources import input_hashes
 from kit.steps import complete_step, size_text
 
@@ -33,7 +33,9 @@ def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool 
     `lean` then drops what our engine keeps for the next build: 11 GB, and minutes when something changes.
     """
     target = release(name)
+    inputs_dir(profile)
     check_pins()
+    check_engine()
     inputs = fetch_inputs(profile)
     # One build at a time, whatever its name: the first to end would take the engine from the other.
     with only_run("image"), complete_step(f"Image {name}") as step:
