@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -130,10 +131,13 @@ def _fetch_wheels(locks: tuple[LockSet, ...], base: Base, folder: Path) -> dict[
     """Fill `folder` with exactly the wheels of the profile's locks that the base's Python on this machine takes."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted: set[str] = set()
+    asked: set[str] = set()
     for lock in locks:
         with complete_step(f"Wheels of {lock.name}") as step:
             before = {path.name for path in _wheels(folder)}
-            names = _pip_download(lockfile(lock.name), base, folder)
+            requirements = _requirements(lockfile(lock.name), base) - asked  # what another lock has too is there by now
+            asked |= requirements
+            names = _pip_download(requirements, base, folder) if requirements else set()
             wanted |= names
             step.moved(sum((folder / wheel).stat().st_size for wheel in names - before))
             step.note(f"{len(names)} wheels, {len(names - before)} new")
@@ -143,10 +147,15 @@ def _fetch_wheels(locks: tuple[LockSet, ...], base: Base, folder: Path) -> dict[
     return {path.name: path.stat().st_size for path in _wheels(folder)}
 
 
-def _pip_download(lock: Path, base: Base, folder: Path) -> set[str]:
-    """Names of the wheels that `lock` asks for; those already in `folder` are only checked against their hashes."""
+def _requirements(lock: Path, base: Base) -> set[str]:
+    """Each requirement of the lock with its hashes."""
+    return set(re.split(r"\n(?=\S)", requirements_for(lock, base.python).rstrip("\n"))) - {""}
+
+
+def _pip_download(requirements: set[str], base: Base, folder: Path) -> set[str]:
+    """Names of the wheels that are asked for; those already in `folder` are only checked against their hashes."""
     with scratch_folder("fetch") as scratch:
-        (scratch / "requirements.txt").write_text(requirements_for(lock, base.python))
+        (scratch / "requirements.txt").write_text("\n".join(sorted(requirements)) + "\n")
         finished = _run_pip_download(scratch / "requirements.txt", base, folder, scratch)
     return set(_named_wheels(finished.stdout.splitlines()))
 

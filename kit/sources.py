@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 SOURCES = ("docker", "functional", "tests/functional/grpo_dynamo.sh", ".dockerignore", "kit/sources.py")
 """What the Dockerfile takes from the repository, lockfiles aside; a change in any of it is another image."""
-_LEFT_OUT = {"__pycache__", "build"}  # with *.egg-info, what .dockerignore leaves out of these folders
+LEFT_OUT = ("__pycache__", "build", "*.egg-info", ".*_cache")
+"""Leftovers of programs, which .dockerignore leaves out too."""
 
 
 def input_hashes(tree: Path, environments: Sequence[str], locks: str, inputs: Mapping[str, Any]) -> dict[str, str]:
@@ -56,7 +58,7 @@ def _files(root: Path) -> Iterator[Path]:
         return
     for path in sorted(root.rglob("*")):
         inside = path.relative_to(root).parts
-        if _LEFT_OUT & set(inside) or any(part.endswith(".egg-info") for part in inside):
+        if any(fnmatchcase(part, pattern) for part in inside for pattern in LEFT_OUT):
             continue
         if path.is_file() or path.is_symlink():
             yield path

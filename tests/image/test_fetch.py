@@ -17,7 +17,7 @@ from kit.errors import KitError, UsageError
 from kit.fetch import Manifest, fetch_inputs, platform_tags
 from kit.files import sha256_of, write_atomic
 from kit.layout import LOCKFILES, inputs_dir
-from kit.lock import SETS
+from kit.lock import SETS, lockfile
 
 pytestmark = pytest.mark.unit
 
@@ -106,6 +106,24 @@ class TestReuse:
         monkeypatch.setattr(fetch, "_make_base", lambda *_: pytest.fail("made a base"))
         return folder
 
+    def test_what_two_locks_share_is_asked_for_once(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[str] = []
+
+        def download(requirements: set[str], base: object, into: Path) -> set[str]:
+            asked.extend(requirements)
+            return {"a-1-py3-none-any.whl"}
+
+        monkeypatch.setattr(fetch, "_pip_download", download)
+        (folder / "wheels/a-1-py3-none-any.whl").write_bytes(b"cut")
+        fetch_inputs("cpu")
+        wanted = {
+            requirement
+            for lock in SETS["cpu"]
+            for requirement in fetch._requirements(lockfile(lock.name), read_bases().cpu)
+        }
+        assert sorted(asked) == sorted(wanted)
+        assert all("==" in requirement and "--hash=sha256:" in requirement for requirement in asked)
+
     def test_a_base_to_make_without_root_is_said_before_anything_is_fetched(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -175,7 +193,7 @@ class TestReuse:
             (folder / "inputs.json").write_text('{"version": "of an earlier kit"}')
             monkeypatch.setattr(fetch, "_make_base", lambda base, epoch, tar: {})
 
-        def download(lock: Path, base: object, into: Path) -> set[str]:
+        def download(requirements: set[str], base: object, into: Path) -> set[str]:
             (into / wheel.name).write_bytes(b"wheel")
             return {wheel.name}
 

@@ -16,7 +16,7 @@ import pytest
 from kit.diff import Change, LayerDifference, diff_images
 from kit.layout import REPO, inputs_dir, state_dir
 from kit.record import read_record
-from kit.sources import SOURCES, tree_sha256
+from kit.sources import LEFT_OUT, SOURCES, tree_sha256
 from kit.verify import verify_release
 
 REAL_STATE = state_dir()
@@ -80,7 +80,7 @@ def make_different(root: Path) -> None:
         if path.name != "base.tar":
             path.chmod(path.stat().st_mode & ~0o077)
             os.utime(path, (1_000_000_000, 1_000_000_000))
-    for leftover in ("__pycache__/x.pyc", "build/lib/x.py", "dynamo_rl.egg-info/PKG-INFO"):
+    for leftover in ("__pycache__/x.pyc", "build/lib/x.py", "dynamo_rl.egg-info/PKG-INFO", ".mypy_cache/x"):
         (root / "functional" / leftover).parent.mkdir(parents=True)
         (root / "functional" / leftover).write_text("left")
 
@@ -164,7 +164,7 @@ class TestHash:
         (moved / "b/file").chmod(0o600)
         (moved / "program").chmod(0o700)
         os.utime(moved / "b/file", (0, 0))
-        for leftover in ("__pycache__/x.pyc", "b/build/x", "b/x.egg-info/y"):
+        for leftover in ("__pycache__/x.pyc", "b/build/x", "b/x.egg-info/y", ".ruff_cache/x"):
             (moved / leftover).parent.mkdir(parents=True)
             (moved / leftover).write_text("left")
         assert tree_sha256(moved) == before
@@ -184,6 +184,10 @@ class TestHash:
             (tree / "b/file").unlink()
             (tree / "b/file").symlink_to("../program")
         assert tree_sha256(tree) != before
+
+    def test_the_build_and_the_hash_leave_out_the_same(self) -> None:
+        lines = (REPO / ".dockerignore").read_text().splitlines()
+        assert {line.removeprefix("**/") for line in lines if line.startswith("**/")} == set(LEFT_OUT)
 
     def test_all_that_the_dockerfile_takes_is_hashed(self) -> None:
         taken = re.findall(r"type=bind,source=([^,]+),", (REPO / "docker/Dockerfile").read_text())
