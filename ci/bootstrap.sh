@@ -70,8 +70,11 @@ install_system_packages() {
 
 # logged TITLE PROGRAM…: what it says goes to a file; its failure is one line
 logged() {
-  local log=$state/apt-install.log
-  "${@:2}" >"$log" 2>&1 || die "$1 failed: $(grep -m1 '^E:' "$log" || tail -1 "$log"): see that this machine reaches its package archive, and $log"
+  local log=$state/apt-install.log said
+  if ! "${@:2}" >"$log" 2>&1; then
+    said=$(grep -m1 '^E:' "$log" || tail -1 "$log")
+    die "$1 failed (${said#E: }): see that this machine reaches its package archive, and $log"
+  fi
 }
 
 # What the build needs of a Docker: buildx, and the containerd image store (OCI output and digests hang on it).

@@ -39,9 +39,11 @@ find_uv() {
 
 # What the program says goes to a file; its failure is one line.
 logged() {
-  local log=$state/python-env.log
-  "$@" >"$log" 2>&1 ||
-    die "the kit's Python environment cannot be installed ($(grep . "$log" | tail -1)): see that this machine reaches its package index, and $log"
+  local log=$state/python-env.log said
+  if ! "$@" >"$log" 2>&1; then
+    said=$(grep -o 'connection broken by .*' "$log" || grep . "$log") # pip tells the cause among its warnings
+    die "the kit's Python environment cannot be installed (${said##*$'\n'}): see that this machine reaches its package index, and $log"
+  fi
 }
 
 if [ "$environment" -nt lockfiles/kit.txt ] && [ "$environment" -nt ci/python-env.sh ]; then

@@ -48,11 +48,19 @@ private_apt() {
   if ! cmp -s "$root/sources.list.new" "$root/sources.list" || [ -z "$(find "$root/fresh" -mmin -60 2>/dev/null)" ]; then
     mv "$root/sources.list.new" "$root/sources.list"
     # An archive out of reach is an error at once, and not a warning before others.
-    apt-get "${apt_options[@]}" -o APT::Update::Error-Mode=any -qq update >"$root/update.log" 2>&1 ||
-      die "no package lists of $suite ($(grep -m1 '^E:' "$root/update.log")): see that this machine reaches its package archive"
+    logged "$root/apt.log" apt-get "${apt_options[@]}" -o APT::Update::Error-Mode=any -qq update
     touch "$root/fresh"
   else
     rm "$root/sources.list.new"
+  fi
+}
+
+# logged FILE PROGRAM…: what it says goes to the file; its failure is one line
+logged() {
+  local said
+  if ! "${@:2}" >"$1" 2>&1; then
+    said=$(grep -m1 '^E:' "$1" || tail -1 "$1")
+    die "${said#E: }: see that this machine reaches its package archive, and $1"
   fi
 }
 
@@ -63,7 +71,7 @@ unpack() {
   debs=$(mktemp -d)
   # shellcheck disable=SC2064  # the folder's name as it is now
   trap "rm -rf '$debs'" EXIT
-  (cd "$debs" && apt-get "${apt_options[@]}" -qq download "$@") >&2
+  (cd "$debs" && logged "$state/apt/$suite/apt.log" apt-get "${apt_options[@]}" -qq download "$@")
   mkdir -p "$into"
   for deb in "$debs"/*.deb; do
     dpkg -x "$deb" "$into"
