@@ -123,14 +123,13 @@ def _arrow(values: Values) -> str:
 
 
 def _find(text: str) -> Image:
-    if (Path(text) / "index.json").exists():
+    """A release of that name, unless there is a file or folder of it (a tag may follow behind a colon)."""
+    if "/" in text or Path(text.partition(":")[0]).exists():
         return find_image(text)
-    if "/" not in text and not Path(text).exists():
-        layout = release(text).oci
-        if not layout.is_dir():
-            raise UsageError(f"no release or file '{text}'", "name one of dist, a layout, or registry/repository:tag")
-        return find_image(str(layout))
-    return find_image(text)
+    layout = release(text).oci
+    if not layout.is_dir():
+        raise UsageError(f"no release or file '{text}'", "name one of dist, a layout, or registry/repository:tag")
+    return find_image(str(layout))
 
 
 def _parsed(image: Image) -> Any:

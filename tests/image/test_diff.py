@@ -130,6 +130,10 @@ def test_a_release_is_named_by_its_name(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(layout, "REPO", tmp_path)
     write_image(tmp_path / "dist/mine/oci", [BASE])
     assert diff_images("mine", str(tmp_path / "dist/mine/oci")).equal
+    write_image(tmp_path / "here/mine", [[Item(b"x")]])
+    monkeypatch.chdir(tmp_path / "here")
+    assert diff_images("mine", "mine:image").equal
+    assert not diff_images("mine", str(tmp_path / "dist/mine/oci")).equal
 
 
 class TestCommand:
