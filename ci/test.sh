@@ -16,8 +16,8 @@ build=(.venv/bin/python build.py)
 pytest=(env -u KEEP .venv/bin/python -m pytest -q --ignore tests/engine --ignore tests/faults --ignore tests/runtime --ignore tests/suite_math)
 summary=()
 
-# What the parts need: packages, tools, the Python environment and, for the road, the inputs. The network is needed here
-# and nowhere later, so that one that is missing is seen at once.
+# What the parts need: packages, tools, the Python environment and, for the road, the inputs; so that a network that is
+# missing is seen at once, and not after minutes.
 prepare() {
   ci/bootstrap.sh --yes
   ci/python-env.sh
