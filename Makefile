@@ -6,23 +6,27 @@ export PROFILE NAME IMAGE REGISTRY KEEP
 
 BUILD = .venv/bin/python build.py
 
-.PHONY: env lock fetch image push sqsh functional verify bench demo test test-full clean distclean
+.PHONY: env ready lock fetch image push sqsh functional verify bench demo test test-full clean distclean
 
-env: .venv/.installed
+# Each command first sees to what it needs of this machine, or says at once what is missing; with CI=true, and for `demo`
+# and `test`, missing system packages are installed, and named.
+env:
+	@ci/python-env.sh
 
-.venv/.installed: lockfiles/kit.txt ci/python-env.sh
+ready:
+	@ci/bootstrap.sh
 	@ci/python-env.sh
 
 lock: env
 	@$(BUILD) lock
 
-fetch: env
+fetch: ready
 	@$(BUILD) fetch
 
-image: env
+image: ready
 	@$(BUILD) image
 
-push: env
+push: ready
 	@$(BUILD) push $(IMAGE)
 
 sqsh: env
@@ -35,7 +39,7 @@ verify: env
 	@$(BUILD) verify
 
 # Conversion to squashfs, ours and others' side by side: docs/bench/sqsh.md. BENCH adds options.
-bench: env
+bench: ready
 	@$(BUILD) services start
 	@eval "$$($(BUILD) services env)" && .venv/bin/python -m bench.sqsh $(BENCH)
 
@@ -49,8 +53,9 @@ clean: env
 distclean: env
 	@$(BUILD) clean --all
 
-test: env
+# All parts, or PARTS; the longer ones are in `test-full`.
+test:
 	@ci/test.sh $(PARTS)
 
-test-full: env
+test-full:
 	@ci/test.sh static unit road stations inside faults full

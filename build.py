@@ -223,6 +223,26 @@ def verify(name: Annotated[str, typer.Argument(envvar="NAME")] = "cpu", json: Js
     raise typer.Exit(report_findings(findings))
 
 
+@app.command()
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A release's name, OCI layout, archive or reference.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The image to hold against it.")],
+    json: Json = False,
+) -> None:
+    """Name what differs between two images: exit status 0 equal, 1 different, 2 one cannot be read.
+
+    \b
+    Examples: ./build.py diff cpu ../other-clone/dist/cpu/oci
+              ./build.py diff cpu registry.example.com/nemo-rl@sha256:…
+    """
+    from kit.diff import diff_images, report_difference
+
+    difference = diff_images(first, second)
+    if json:
+        print(difference.model_dump_json(indent=2))
+    raise typer.Exit(int(not difference.equal) if json else report_difference(difference))
+
+
 def _answer(text: str, json: bool) -> None:
     if json:
         print(text)
@@ -241,6 +261,7 @@ def main() -> int:
     command = typer.main.get_command(app)
     try:
         status = command.main(standalone_mode=False, prog_name="build.py")
+        sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except typer.Exit as stop:
         return stop.exit_code
@@ -248,6 +269,9 @@ def main() -> int:
         _complain(str(error))
         _debug_traceback()
         return error.status
+    except BrokenPipeError:  # whoever read our answer has heard enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (Interrupted, typer.Abort):
         _complain("interrupted; earlier artifacts are as they were")
         return 1

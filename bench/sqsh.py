@@ -57,6 +57,8 @@ def main() -> None:
     add("--rounds", type=int, default=3, help="of each way; the quickest counts")
     add("--only", choices=["ways", "options"], help="the ways, or what compressor, level and block size make of it")
     arguments = parser.parse_args()
+    if not (arguments.image / "index.json").exists():
+        sys.exit(f"error: no image at {arguments.image}: make it first (make image), or name an OCI layout")
     work = arguments.work.absolute()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)

@@ -31,6 +31,9 @@ needs=(
   "/usr/share/keyrings/debian-archive-keyring.gpg debian-archive-keyring"
 )
 
+# An archive out of reach is an error at once, and not a warning before others.
+apt_options=(-o APT::Update::Error-Mode=any -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20)
+
 die() {
   echo "error: $*" >&2
   exit 1
@@ -59,9 +62,19 @@ install_system_packages() {
   [ "$(id -u)" = 0 ] || die "cannot install ${packages[*]} without root: run ci/bootstrap.sh --yes as root once"
   echo "Installing Debian packages: ${packages[*]}"
   export DEBIAN_FRONTEND=noninteractive
-  [ -n "$(find /var/lib/apt/lists -name '*_Packages*' -mmin -1440 -print -quit 2>/dev/null)" ] || apt-get -qq update
-  apt-get -qq install --no-install-recommends "${packages[@]}" >"$state/apt-install.log" 2>&1 ||
-    die "apt-get install failed: $(grep -m1 '^E:' "$state/apt-install.log" || tail -1 "$state/apt-install.log")"
+  if [ -z "$(find /var/lib/apt/lists -name '*_Packages*' -mmin -1440 -print -quit 2>/dev/null)" ]; then
+    logged "apt-get update" apt-get "${apt_options[@]}" -qq update
+  fi
+  logged "apt-get install" apt-get "${apt_options[@]}" -qq install --no-install-recommends "${packages[@]}"
+}
+
+# logged TITLE PROGRAM…: what it says goes to a file; its failure is one line
+logged() {
+  local log=$state/apt-install.log said
+  if ! "${@:2}" >"$log" 2>&1; then
+    said=$(grep -m1 '^E:' "$log" || tail -1 "$log")
+    die "$1 failed (${said#E: }): see that this machine reaches its package archive, and $log"
+  fi
 }
 
 # What the build needs of a Docker: buildx, and the containerd image store (OCI output and digests hang on it).

@@ -5,6 +5,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 name=${NAME:-${PROFILE:-cpu}}
 started=$SECONDS
+[ "$(id -u)" = 0 ] || {
+  echo "error: the demo needs root, for Docker's engine, the base and the container: run it as root" >&2
+  exit 2
+}
 
 free_kb() { df --output=avail -k . | tail -1; }
 

@@ -1,47 +1,37 @@
-"""Whether the locked Dynamo and vLLM take the arguments that the runtime gives them; needs no GPU.
+"""Whether the locked Dynamo and vLLM take the command lines that the runtime makes of a recipe; needs no GPU.
 
-    ./build.py run --name cuda-trixie --mount "$PWD/ci:/ci:ro" -- /opt/dynamo_venv/bin/python /ci/parse-argv.py
+    ./build.py run --name cuda-trixie --mount "$PWD/ci:/ci:ro" -- python /ci/parse-argv.py recipes/grpo_gpu.yaml
 
 vLLM asks its platform for defaults while it builds the parser, and finds none without a driver: the CPU one stands in.
 """
 
-import json
-import tempfile
+import sys
 from pathlib import Path
 
-import vllm.platforms as platforms
+from functional.runtime import engine_check
+from functional.runtime.config import load_recipe
+from functional.runtime.errors import ConfigError
+from functional.runtime.paths import find_programs
+
+STAND_IN = """
+import vllm.platforms
 from vllm.platforms.cpu import CpuPlatform
-
-ARGUMENTS = """
---served-model-name m --namespace n --discovery-backend etcd --request-plane tcp --event-plane nats --enable-rl
---weight-transfer-config {"backend":"nccl"} --max-model-len 128 --dtype bfloat16 --enforce-eager --max-num-seqs 8
---endpoint-types chat,completions --worker-extension-cls functional.engine.extension.WorkerExtension
---kv-events-config {"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://127.0.0.1:5557"}
+vllm.platforms._current_platform = CpuPlatform()
 """
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-}
+TIMEOUT_S = 120.0
 
 
-def main() -> None:
-    platforms._current_platform = CpuPlatform()
-    from dynamo.vllm.args import parse_args
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
-        config = parse_args(["--model", folder, *ARGUMENTS.split()])
-    transfer = config.engine_args.weight_transfer_config
-    print(f"parsed: enable_rl {config.enable_rl}, endpoints {config.endpoint_types}, {transfer}")
+def main(recipe: str) -> None:
+    engine_check.PARSE = STAND_IN + engine_check.PARSE
+    try:
+        with engine_check.EngineCheck.of(load_recipe(Path(recipe)), find_programs().dynamo_python, Path("/")) as check:
+            check.result(TIMEOUT_S)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    print(f"{recipe}: the parsers of dynamo.vllm and dynamo.frontend take the runtime's arguments")
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) != 2:
+        sys.exit("usage: parse-argv.py RECIPE")
+    main(sys.argv[1])

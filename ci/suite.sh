@@ -43,13 +43,24 @@ private_apt() {
     -o "Dir::Etc::sourcelist=$root/sources.list" -o "Dir::Etc::sourceparts=/dev/null"
     -o "Dir::State::lists=$root/lists" -o "Dir::Cache=$root/cache"
     -o "APT::Default-Release=" -o "APT::Sandbox::User=root"
+    -o "Acquire::Retries=1" -o "Acquire::http::Timeout=20" -o "Acquire::https::Timeout=20"
   )
   if ! cmp -s "$root/sources.list.new" "$root/sources.list" || [ -z "$(find "$root/fresh" -mmin -60 2>/dev/null)" ]; then
     mv "$root/sources.list.new" "$root/sources.list"
-    apt-get "${apt_options[@]}" -qq update >&2
+    # An archive out of reach is an error at once, and not a warning before others.
+    logged "$root/apt.log" apt-get "${apt_options[@]}" -o APT::Update::Error-Mode=any -qq update
     touch "$root/fresh"
   else
     rm "$root/sources.list.new"
+  fi
+}
+
+# logged FILE PROGRAM…: what it says goes to the file; its failure is one line
+logged() {
+  local said
+  if ! "${@:2}" >"$1" 2>&1; then
+    said=$(grep -m1 '^E:' "$1" || tail -1 "$1")
+    die "${said#E: }: see that this machine reaches its package archive, and $1"
   fi
 }
 
@@ -60,7 +71,7 @@ unpack() {
   debs=$(mktemp -d)
   # shellcheck disable=SC2064  # the folder's name as it is now
   trap "rm -rf '$debs'" EXIT
-  (cd "$debs" && apt-get "${apt_options[@]}" -qq download "$@") >&2
+  (cd "$debs" && logged "$state/apt/$suite/apt.log" apt-get "${apt_options[@]}" -qq download "$@")
   mkdir -p "$into"
   for deb in "$debs"/*.deb; do
     dpkg -x "$deb" "$into"

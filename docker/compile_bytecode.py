@@ -1,4 +1,4 @@
-"""Compile every module below the given folders, once for each distinct file.
+"""Compile every module below the given folders that has no bytecode yet, once for each distinct file.
 
     compile_bytecode.py FOLDER…
 
@@ -27,6 +27,8 @@ def main(folders: list[str]) -> None:
     groups: dict[tuple[int, int], list[str]] = {}
     for folder in folders:
         for path in sorted(Path(folder).rglob("*.py")):
+            if Path(cache_from_source(path)).exists():
+                continue  # by an earlier layer's step; bytecode made anew would be stored again
             status = path.lstat()
             groups.setdefault((status.st_dev, status.st_ino), []).append(str(path))
     firsts = sorted(paths[0] for paths in groups.values())

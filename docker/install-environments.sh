@@ -1,5 +1,7 @@
 #!/bin/sh
 # Install the locked environments with no network: /opt/trainer_venv, and with BUILD_DYNAMO /opt/dynamo_venv.
+#
+#   install-environments.sh PATTERN    only the locked packages whose line matches; those that are there already stay
 set -eu
 
 # uv's own cache is on the layer's file system, so that both environments are hard links to the same files; it goes
@@ -10,22 +12,25 @@ python3 -m zipfile -e /mnt/wheels/uv-*.whl /tmp/uv
 uv=$(echo /tmp/uv/uv-*.data/scripts/uv)
 chmod +x "$uv"
 
+# install_environment NAME PATTERN
 install_environment() {
-  "$uv" venv --quiet --python /usr/bin/python3 "/opt/$1_venv"
+  [ -d "/opt/$1_venv" ] || "$uv" venv --quiet --python /usr/bin/python3 "/opt/$1_venv"
+  awk -v pattern="$2" '/^[a-zA-Z0-9]/ { keep = $0 ~ pattern } keep' "/mnt/lockfiles/$1-$LOCKS.txt" >/tmp/lock.txt
   "$uv" pip sync --python "/opt/$1_venv/bin/python" --require-hashes --no-index --find-links /mnt/wheels \
-    "/mnt/lockfiles/$1-$LOCKS.txt"
+    --allow-empty-requirements /tmp/lock.txt
 }
 
-install_environment trainer
+install_environment trainer "$1"
 if [ -n "$BUILD_DYNAMO" ]; then
-  install_environment dynamo
+  install_environment dynamo "$1"
   # The recipe's etcd is the one in this environment, whether its archive was fetched or the base has a package.
   for archive in /mnt/archives/etcd-*.tar.gz; do
-    [ ! -e "$archive" ] || tar -xzf "$archive" -C /opt/dynamo_venv/bin --strip-components=1 --no-same-owner --wildcards '*/etcd'
+    [ -e /opt/dynamo_venv/bin/etcd ] || [ ! -e "$archive" ] ||
+      tar -xzf "$archive" -C /opt/dynamo_venv/bin --strip-components=1 --no-same-owner --wildcards '*/etcd'
   done
   [ -e /opt/dynamo_venv/bin/etcd ] || ln -s "$(command -v etcd)" /opt/dynamo_venv/bin/etcd
 fi
-rm -rf "$UV_CACHE_DIR" /tmp/uv
-
+rm -rf "$UV_CACHE_DIR" /tmp/uv /tmp/lock.txt
+sh /mnt/forget-fetch-times.sh
 
 python3 /mnt/compile_bytecode.py /opt/*_venv/lib

@@ -4,7 +4,9 @@
 set -eu
 export UV_NO_PROGRESS=1
 
-# install_wheel SOURCE ENVIRONMENT PACKAGE
+tree=/mnt/tree
+
+# install_wheel SOURCE ENVIRONMENT
 install_wheel() {
   # setuptools writes beside the sources, which are read-only here
   rm -rf /tmp/source /tmp/wheel
@@ -13,21 +15,20 @@ install_wheel() {
     --out-dir /tmp/wheel /tmp/source
   uv pip install --quiet --no-cache --no-index --no-deps --python "/opt/$2/bin/python" /tmp/wheel/*.whl
   rm -rf /tmp/source /tmp/wheel /tmp/uv-*.lock
-  # uv notes when it saw the wheel; two builds would differ by that alone
-  rm -f "/opt/$2"/lib/python3*/site-packages/"$3"-*.dist-info/uv_cache.json
-  sed -i '/\/uv_cache.json,/d' "/opt/$2"/lib/python3*/site-packages/"$3"-*.dist-info/RECORD
 }
 
-install_wheel /mnt/functional trainer_venv dynamo_rl_functional
+install_wheel "$tree/functional" trainer_venv
 if [ -d /opt/dynamo_venv ]; then
-  install_wheel /mnt/functional/engine dynamo_venv dynamo_rl_engine
+  install_wheel "$tree/functional/engine" dynamo_venv
 fi
-python3 /mnt/compile_bytecode.py /opt/*_venv/lib/python3*/site-packages/functional
+sh "$tree/docker/forget-fetch-times.sh"
+python3 "$tree/docker/compile_bytecode.py" /opt/*_venv/lib/python3*/site-packages/functional
 
 mkdir -p /opt/functional/tests/functional
-cp /mnt/functional/pyproject.toml /opt/functional/
-cp -r /mnt/functional/recipes /opt/functional/recipes
-cp /mnt/grpo_dynamo.sh /opt/functional/tests/functional/grpo_dynamo.sh
+cp "$tree/functional/pyproject.toml" /opt/functional/
+cp -r "$tree/functional/recipes" /opt/functional/recipes
+cp "$tree/tests/functional/grpo_dynamo.sh" /opt/functional/tests/functional/grpo_dynamo.sh
+chmod -R u=rwX,go=rX /opt/functional # whatever the umask of the checkout
 
 # enroot starts a login shell, and Debian's /etc/profile sets PATH anew.
 cat >/etc/profile.d/trainer-venv.sh <<'END'
@@ -35,4 +36,4 @@ PATH=/opt/trainer_venv/bin:$PATH
 END
 
 mkdir -p /opt/release
-python3 /mnt/write_build_json.py >/opt/release/build.json
+PYTHONPATH=$tree python3 -B -m docker.write_build_json >/opt/release/build.json

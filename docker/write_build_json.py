@@ -1,10 +1,14 @@
 """Print /opt/release/build.json: what was known when the image was built."""
 
-import hashlib
 import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
+
+from kit.sources import input_hashes
+
+TREE = Path("/mnt/tree")
 
 VERSIONS = """
 import importlib.metadata as m, json, platform
@@ -26,31 +30,27 @@ def main() -> None:
     environments = [name for name in ("trainer", "dynamo") if Path(f"/opt/{name}_venv").is_dir()]
     inputs = json.loads(Path("/mnt/inputs.json").read_text())
     build = {
-        "version": 1,
+        "version": 2,
         "profile": profile,
         "dynamo": "dynamo" in environments,
-        "locks": {name: sha256(f"/mnt/lockfiles/{name}-{locks}.txt") for name in environments},
-        "base": {
-            "description": inputs["base"],
-            "sha256": inputs.get("base_sha256"),
-            "packages": debian_packages(),
-        },
+        "inputs": input_hashes(TREE, environments, locks, inputs),
+        "base": {"description": inputs["base"], "packages": debian_packages()},
         "environments": {name: versions(name) for name in environments},
         "programs": {name: program_version(name) for name in ("etcd", "nats-server")}
         if "dynamo" in environments
         else {},
-        "sources": {"functional": tree_sha256("/mnt/functional"), "grpo_dynamo.sh": sha256("/mnt/grpo_dynamo.sh")},
         "patches": patches(),
     }
     print(json.dumps(build, indent=1, sort_keys=True))
 
 
-def versions(environment: str) -> dict:
+def versions(environment: str) -> dict[str, Any]:
     python = f"/opt/{environment}_venv/bin/python"
-    return json.loads(subprocess.run([python, "-c", VERSIONS], check=True, capture_output=True).stdout)
+    found: dict[str, Any] = json.loads(subprocess.run([python, "-c", VERSIONS], check=True, capture_output=True).stdout)
+    return found
 
 
-def debian_packages() -> dict:
+def debian_packages() -> dict[str, str]:
     """Package → version of everything the distribution's package manager installed."""
     lines = subprocess.run(["dpkg-query", "--show"], check=True, capture_output=True, text=True).stdout.splitlines()
     return dict(line.split("\t") for line in lines)
@@ -61,29 +61,16 @@ def program_version(name: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0].strip()
 
 
-def patches() -> list:
+def patches() -> list[dict[str, Any]]:
     """What our engine package changes in vLLM when it is loaded, held against the vLLM that is installed."""
     if not Path("/opt/dynamo_venv").is_dir():
         return []
     answer = subprocess.run(["/opt/dynamo_venv/bin/python", "-c", PATCHES], check=True, capture_output=True).stdout
-    listed = json.loads(answer)
+    listed: list[dict[str, Any]] = json.loads(answer)
     for patch in listed:
         if not patch["applies"]:
             raise SystemExit(f"{patch['name']} is for vLLM {patch['for']}, but {patch['installed']} is installed")
     return listed
-
-
-def sha256(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def tree_sha256(folder: str) -> str:
-    """Hash over the relative names and contents of all files, in order."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).rglob("*")):
-        if path.is_file():
-            digest.update(f"{path.relative_to(folder)}\0{sha256(str(path))}\n".encode())
-    return digest.hexdigest()
 
 
 if __name__ == "__main__":

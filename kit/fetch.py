@@ -6,8 +6,10 @@ checks each against the lock's hashes, and the build checks them again as it ins
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -42,6 +44,8 @@ class Manifest(BaseModel):
     base: Base
     base_sha256: str | None = None
     base_size: int = 0
+    base_how: str = ""
+    """Hash of how the base was made: one of an earlier kit's making may be another."""
     base_packages: dict[str, str] = {}
     """Debian package → version."""
 
@@ -54,14 +58,18 @@ def fetch_inputs(profile: str) -> Manifest:
         base = _possible_here(profile, bases.of(profile))
         locks = {lock.name: sha256_of(lockfile(lock.name)) for lock in locks_of(profile)}
         there = _read(folder)
-        if there is not None and there.locks == locks and there.base == base and _complete(folder, there):
+        wanted = Manifest(locks=locks, wheels={}, base=base, base_how=_base_how(base, bases.source_date_epoch))
+        if there is not None and _same_wish(there, wanted) and _complete(folder, there):
             step.note("all there, reused")
             return there
+        reused = there is not None and there.base_how == wanted.base_how and _base_complete(folder, there)
+        if base.suite is not None and not reused and os.geteuid() != 0:
+            raise KitError("only root can make the base", "run it as root")
         wheels = _fetch_wheels(locks_of(profile), base, folder / "wheels")
         archives = _fetch_archives(base, folder / "archives")
-        manifest = Manifest(locks=locks, wheels=wheels, archives=archives, base=base)
+        manifest = wanted.model_copy(update={"wheels": wheels, "archives": archives})
         if base.suite is not None:
-            if there is not None and there.base == base and _base_complete(folder, there):
+            if there is not None and reused:
                 say("base: there, reused")
                 packages, digest = there.base_packages, there.base_sha256
             else:
@@ -98,17 +106,21 @@ def _read(folder: Path) -> Manifest | None:
         return None  # never fetched, half fetched, or by another version of the kit: fetch again
 
 
+def _same_wish(there: Manifest, wanted: Manifest) -> bool:
+    return (there.locks, there.base, there.base_how) == (wanted.locks, wanted.base, wanted.base_how)
+
+
 def _complete(folder: Path, manifest: Manifest) -> bool:
     sizes = {path.name: path.stat().st_size for path in _wheels(folder / "wheels")}
     if sizes != manifest.wheels or not (folder / "archives").is_dir():
         return False
-    archives = {path.name for path in (folder / "archives").iterdir()}
-    return archives == set(manifest.archives) and (manifest.base.suite is None or _base_complete(folder, manifest))
+    archives = {path.name: sha256_of(path) for path in (folder / "archives").iterdir()}
+    return archives == manifest.archives and (manifest.base.suite is None or _base_complete(folder, manifest))
 
 
 def _base_complete(folder: Path, manifest: Manifest) -> bool:
     tar = folder / "base.tar"
-    return manifest.base_sha256 is not None and tar.exists() and tar.stat().st_size == manifest.base_size
+    return tar.exists() and tar.stat().st_size == manifest.base_size and sha256_of(tar) == manifest.base_sha256
 
 
 def _wheels(folder: Path) -> list[Path]:
@@ -119,10 +131,13 @@ def _fetch_wheels(locks: tuple[LockSet, ...], base: Base, folder: Path) -> dict[
     """Fill `folder` with exactly the wheels of the profile's locks that the base's Python on this machine takes."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted: set[str] = set()
+    asked: set[str] = set()
     for lock in locks:
         with complete_step(f"Wheels of {lock.name}") as step:
             before = {path.name for path in _wheels(folder)}
-            names = _pip_download(lockfile(lock.name), base, folder)
+            requirements = _requirements(lockfile(lock.name), base) - asked  # what another lock has too is there by now
+            asked |= requirements
+            names = _pip_download(requirements, base, folder) if requirements else set()
             wanted |= names
             step.moved(sum((folder / wheel).stat().st_size for wheel in names - before))
             step.note(f"{len(names)} wheels, {len(names - before)} new")
@@ -132,10 +147,15 @@ def _fetch_wheels(locks: tuple[LockSet, ...], base: Base, folder: Path) -> dict[
     return {path.name: path.stat().st_size for path in _wheels(folder)}
 
 
-def _pip_download(lock: Path, base: Base, folder: Path) -> set[str]:
-    """Names of the wheels that `lock` asks for; those already in `folder` are only checked against their hashes."""
+def _requirements(lock: Path, base: Base) -> set[str]:
+    """Each requirement of the lock with its hashes."""
+    return set(re.split(r"\n(?=\S)", requirements_for(lock, base.python).rstrip("\n"))) - {""}
+
+
+def _pip_download(requirements: set[str], base: Base, folder: Path) -> set[str]:
+    """Names of the wheels that are asked for; those already in `folder` are only checked against their hashes."""
     with scratch_folder("fetch") as scratch:
-        (scratch / "requirements.txt").write_text(requirements_for(lock, base.python))
+        (scratch / "requirements.txt").write_text("\n".join(sorted(requirements)) + "\n")
         finished = _run_pip_download(scratch / "requirements.txt", base, folder, scratch)
     return set(_named_wheels(finished.stdout.splitlines()))
 
@@ -218,6 +238,29 @@ def platform_tags(glibc: str) -> list[str]:
     ]
 
 
+def _base_options(base: Base) -> list[str]:
+    return [
+        "--mode=root",
+        "--variant=minbase",
+        "--format=tar",
+        f"--include={','.join(base.packages)}",
+        *(f"--dpkgopt=path-exclude={pattern}" for pattern in _LEFT_OUT),
+        "--dpkgopt=path-include=/usr/share/doc/*/copyright",
+        '--customize-hook=cp "$1/var/lib/dpkg/status" "$STATUS_COPY"',
+        # This machine's own, and runtimes bring theirs.
+        '--customize-hook=rm -f "$1/etc/resolv.conf" "$1/etc/hostname"',
+        # The archive that this machine uses: another machine may use a mirror, and would make another image.
+        '--customize-hook=: >"$1/etc/apt/sources.list"',
+        # Times and host names in them would make each base another one.
+        '--customize-hook=rm -rf "$1/var/log/apt" "$1"/var/log/*.log "$1/var/cache/ldconfig/aux-cache"',
+    ]
+
+
+def _base_how(base: Base, epoch: int) -> str:
+    words = [str(epoch), str(base.suite), *_base_options(base)]
+    return "" if base.suite is None else hashlib.sha256("\0".join(words).encode()).hexdigest()
+
+
 def _make_base(base: Base, epoch: int, tar: Path) -> dict[str, str]:
     """Make the base's tar with mmdebstrap and return the packages in it; the same archive gives the same bytes."""
     assert base.suite is not None
@@ -225,24 +268,7 @@ def _make_base(base: Base, epoch: int, tar: Path) -> dict[str, str]:
     with complete_step(step_title) as step, scratch_folder("base") as scratch, finished_file(tar) as part:
         sources = run([REPO / "ci/suite.sh", "sources", base.suite]).stdout
         run(
-            [
-                "mmdebstrap",
-                "--quiet",
-                "--mode=root",
-                "--variant=minbase",
-                "--format=tar",
-                f"--include={','.join(base.packages)}",
-                *(f"--dpkgopt=path-exclude={pattern}" for pattern in _LEFT_OUT),
-                "--dpkgopt=path-include=/usr/share/doc/*/copyright",
-                '--customize-hook=cp "$1/var/lib/dpkg/status" "$STATUS_COPY"',
-                # This machine's own, and runtimes bring theirs.
-                '--customize-hook=rm -f "$1/etc/resolv.conf" "$1/etc/hostname"',
-                # Times and host names in them would make each base another one.
-                '--customize-hook=rm -rf "$1/var/log/apt" "$1"/var/log/*.log "$1/var/cache/ldconfig/aux-cache"',
-                base.suite,
-                part,
-                "-",
-            ],
+            ["mmdebstrap", "--quiet", *_base_options(base), base.suite, part, "-"],
             stdin=sources,
             env={"SOURCE_DATE_EPOCH": str(epoch), "STATUS_COPY": str(scratch / "status"), "TMPDIR": str(scratch)},
             hint="see that apt-get update works on this machine",

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from kit.bases import read_bases
 from kit.command import run
 from kit.errors import KitError
 from kit.fetch import Manifest, fetch_inputs
-from kit.files import need_space, sha256_of, tree_size, write_atomic
+from kit.files import need_space, tree_size, write_atomic
 from kit.layout import REPO, Release, inputs_dir, only_run, release, state_dir
 from kit.lock import check_pins
 from kit.oci import blob, layout_image, read_manifest
 from kit.record import ImageSection, read_record, start_record
-from kit.services import Docker, content_store, engine
+from kit.services import Docker, check_engine, content_store, engine
+from kit.sources import input_hashes
 from kit.steps import complete_step, size_text
 
-# What the Dockerfile takes from the repository; a change in any of it is another image.
-_SOURCES = ("docker", "functional", "tests/functional/grpo_dynamo.sh", ".dockerignore")
-_NOT_SOURCES = {"__pycache__", "build"}
 # Docker's media types, as Debian's registry refuses OCI ones to clients that send no Accept header, and enroot is one.
 # The fastest gzip, as the squashfs, not these layers, is what gets compressed well. No rewrite-timestamp, as
 # docker/clamp-times.sh does that in the steps themselves.
@@ -37,11 +33,13 @@ def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool 
     `lean` then drops what our engine keeps for the next build: 11 GB, and minutes when something changes.
     """
     target = release(name)
+    inputs_dir(profile)
     check_pins()
+    check_engine()
     inputs = fetch_inputs(profile)
     # One build at a time, whatever its name: the first to end would take the engine from the other.
     with only_run("image"), complete_step(f"Image {name}") as step:
-        hashes = _input_hashes(inputs)
+        hashes = _input_hashes(inputs, profile, with_dynamo)
         key = _key(profile, with_dynamo, hashes)
         there = _unchanged(target, key)
         if there is not None:
@@ -51,7 +49,7 @@ def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool 
         need_space(state_dir(), 4 * (sum(inputs.wheels.values()) + inputs.base_size), "building the image")
         epoch = read_bases().source_date_epoch
         _build(target, profile, with_dynamo, inputs, epoch, lean)
-        if _input_hashes(inputs) != hashes:
+        if _input_hashes(inputs, profile, with_dynamo) != hashes:
             raise KitError("the sources changed while the image was built from them", "build it again")
         image = layout_image(target.oci)
         manifest = read_manifest(target.oci, image.digest)
@@ -185,34 +183,14 @@ def failed_step(log: str) -> str:
     return " | ".join(re.sub(r"^[0-9.]+ ", "", line).strip() for line in lines[-2:])[-400:] or "it said nothing"
 
 
-def _input_hashes(inputs: Manifest) -> dict[str, str]:
-    hashes = {**inputs.locks, **inputs.archives}
-    hashes["base"] = inputs.base_sha256 or str(inputs.base.image).rpartition("sha256:")[2]
-    hashes.update({source: _tree_sha256(REPO / source) for source in _SOURCES})
-    return hashes
+def _input_hashes(inputs: Manifest, profile: str, with_dynamo: bool) -> dict[str, str]:
+    environments = ["trainer", "dynamo"] if with_dynamo else ["trainer"]
+    try:
+        return input_hashes(REPO, environments, inputs.base.locks or profile, inputs.model_dump())
+    except FileNotFoundError as error:
+        raise KitError(f"{error.filename} is missing", "check out the whole repository") from None
 
 
 def _key(profile: str, with_dynamo: bool, hashes: dict[str, str]) -> str:
     parts = {"profile": profile, "dynamo": with_dynamo, "epoch": read_bases().source_date_epoch, "inputs": hashes}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _tree_sha256(root: Path) -> str:
-    """Hash over names, modes and contents of a file or of all files below a folder, build leftovers aside."""
-    digest = hashlib.sha256()
-    for path in _files(root):
-        mode = "x" if os.access(path, os.X_OK) else "-"
-        digest.update(f"{path.relative_to(root)}\0{mode}\0{sha256_of(path)}\n".encode())
-    return digest.hexdigest()
-
-
-def _files(root: Path) -> Iterator[Path]:
-    if root.is_file():
-        yield root
-        return
-    if not root.exists():
-        raise KitError(f"{root} is missing", "check out the whole repository")
-    for path in sorted(root.rglob("*")):
-        inside = path.relative_to(root).parts
-        if path.is_file() and not _NOT_SOURCES & set(inside) and not any(p.endswith(".egg-info") for p in inside):
-            yield path

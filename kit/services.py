@@ -26,7 +26,7 @@ from pathlib import Path
 from kit.command import last_lines, run
 from kit.errors import KitError, UsageError
 from kit.files import write_atomic
-from kit.layout import state_dir
+from kit.layout import REPO, state_dir
 from kit.steps import complete_step, say
 
 STATE_VERSION = "1"
@@ -62,6 +62,14 @@ def engine() -> Iterator[Docker]:
     finally:
         if started and not os.environ.get("KEEP"):
             stop_engine()
+
+
+def check_engine() -> None:
+    """Whether there will be a Docker to build with: before minutes go into fetching, not after them."""
+    if _docker().own and os.geteuid() != 0:
+        raise KitError(
+            "Docker's engine runs as root only", "run it as root, or install a Docker that can build (README)"
+        )
 
 
 def registry() -> str:
@@ -231,11 +239,19 @@ _ENGINE = _Daemon("engine")
 _REGISTRY = _Daemon("registry")
 
 
+def _prepare() -> None:
+    """Unpack the programs of our services. Nothing goes into the system, but with CI=true packages that are missing."""
+    with complete_step("Prepare this machine"):
+        finished = run([REPO / "ci/bootstrap.sh"], check=False)
+        if finished.returncode != 0:
+            raise KitError(last_lines(finished.stderr, 1).removeprefix("error: "))
+
+
 def _docker() -> Docker:
     """The Docker that ci/bootstrap.sh chose."""
     kind = state_dir() / "engine.kind"
     if not kind.exists():
-        raise KitError("this machine is not prepared yet", "run ci/bootstrap.sh --yes")
+        _prepare()
     version = state_dir() / "version"
     if not version.exists() or version.read_text().strip() != STATE_VERSION:
         raise KitError(f"{state_dir()} is of another version of the kit", "remove it with ./build.py clean --all")
@@ -285,6 +301,8 @@ def _start_engine() -> None:
 def _start_registry() -> None:
     folder = state_dir() / "registry"
     program = state_dir() / "runtime/usr/bin/docker-registry"
+    if not program.exists():
+        _prepare()
     if not program.exists():
         raise KitError("there is no registry of our own here", "run ci/bootstrap.sh --yes on Debian, or set REGISTRY")
     port = _free_port(_registry_port() if (folder / "port").exists() else 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -12,11 +12,19 @@ from pydantic import BaseModel, ConfigDict, RootModel
 from kit.command import run
 from kit.errors import CHECK_FAILED, KitError
 from kit.files import sha256_of
-from kit.layout import Release, release
+from kit.layout import LOCKFILES, REPO, Release, release
 from kit.oci import check_layout, registry_digest
 from kit.record import FunctionalSection, ImageSection, PushSection, Record, SqshSection, read_record
+from kit.sources import lock_hashes, source_hashes
 from kit.sqsh import IMAGE_JSON
 from kit.steps import say
+from sqsh.cancel import Cancel, in_thread
+from sqsh.errors import SqshError
+from sqsh.image import find_image
+from sqsh.stream import LayerStream, Limits
+from sqsh.tar import TarReader
+
+BUILD_JSON = "opt/release/build.json"
 
 
 class Finding(BaseModel):
@@ -63,6 +71,43 @@ def _image(made: Release, section: ImageSection) -> Iterator[Finding]:
         yield Finding(section="image", what="layout", result="failed", detail=str(error))
         return
     yield _same("image", "digest of oci/, over every blob", section.digest, found)
+    yield _same_inputs("image", f"inputs in the image's /{BUILD_JSON}", section.inputs, _inputs_in(made.oci))
+    yield _as_checked_out(section)
+
+
+def _inputs_in(layout: Path) -> object:
+    """What the image itself says it was made of, or nothing where it does not say."""
+    try:
+        return json.loads(in_thread(lambda cancel: _file_in(layout, BUILD_JSON, cancel)))["inputs"]
+    except (SqshError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _file_in(layout: Path, path: str, cancel: Cancel) -> bytes:
+    """Content of a file in the uppermost layer that has it; nothing where none does."""
+    wanted = tuple(part.encode() for part in path.split("/"))
+    for blob in reversed(find_image(str(layout)).layers):
+        with LayerStream(blob, Limits(), lambda size: None, cancel) as stream:
+            reader = TarReader(stream, blob.digest)
+            for member in reader.members():
+                if member.path == wanted:
+                    return b"".join(bytes(block) for block in reader.data(member, 1 << 20))
+    return b""
+
+
+def _as_checked_out(section: ImageSection) -> Finding:
+    """An image of an earlier commit is none the worse for it, so that other sources here are told and no failure."""
+    what = "sources and locks of this checkout"
+    try:
+        locks = [name for name in section.inputs if (LOCKFILES / f"{name}.txt").exists()]
+        here = {**lock_hashes(REPO, locks), **source_hashes(REPO)}
+    except FileNotFoundError as error:
+        return Finding(section="image", what=what, result="unknown", detail=f"{error.filename} is missing")
+    others = sorted(name for name in here if section.inputs.get(name) != here[name])
+    if not others:
+        return Finding(section="image", what=what, result="ok")
+    detail = f"the image was made of another state of {', '.join(others)}"
+    return Finding(section="image", what=what, result="unknown", detail=detail)
 
 
 def _push(image: ImageSection, section: PushSection) -> Iterator[Finding]:
@@ -100,15 +145,46 @@ def _functional(made: Release, record: Record, section: FunctionalSection) -> It
         yield Finding(section="functional", what="report", result="failed", detail=f"{path} is missing")
         return
     yield _same("functional", "sha256 of the report", section.sha256, sha256_of(path))
-    yield _same("functional", "image the report names", section.image_digest, _image_named_in(path))
+    report = _read_json(path)
+    named = _at(report, "release", "image", "digest")
+    yield _same("functional", "image the report names", section.image_digest, str(named))
+    inputs = _at(report, "release", "build", "inputs")
+    yield _same_inputs("functional", "inputs the report names", record.image.inputs, inputs)
+    recorded = f"{section.passed} passed, {section.failed} failed"
+    yield _same("functional", "checks in the report", recorded, _counted(report))
 
 
-def _image_named_in(report: Path) -> str:
-    """The digest that the suite read from inside the squashfs it ran in."""
+def _read_json(path: Path) -> object:
     try:
-        return str(json.loads(report.read_bytes())["release"]["image"]["digest"])
-    except (ValueError, TypeError, KeyError):
-        return "none"
+        return json.loads(path.read_bytes())
+    except ValueError:
+        return None
+
+
+def _at(value: object, *keys: str) -> object:
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _counted(report: object) -> str:
+    """Passed and failed checks; that a run ended early counts as one that failed."""
+    checks = _at(report, "checks")
+    outcomes = [_at(check, "passed") is True for check in checks] if isinstance(checks, list) else []
+    failed = outcomes.count(False) + (_at(report, "error") is not None)
+    return f"{outcomes.count(True)} passed, {failed} failed"
+
+
+def _same_inputs(section: str, what: str, wanted: Mapping[str, str], found: object) -> Finding:
+    """Equal hashes under equal names; the detail names each that is not."""
+    if not isinstance(found, dict) or not found:
+        return Finding(section=section, what=what, result="failed", detail="there are none")
+    others = [
+        f"{name}: recorded {wanted.get(name, 'none')}, found {found.get(name, 'none')}"
+        for name in sorted(wanted.keys() | found.keys())
+        if wanted.get(name) != found.get(name)
+    ]
+    return Finding(section=section, what=what, result="failed" if others else "ok", detail="; ".join(others))
 
 
 def _same(section: str, what: str, wanted: str, found: str) -> Finding:

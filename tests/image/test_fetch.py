@@ -17,7 +17,7 @@ from kit.errors import KitError, UsageError
 from kit.fetch import Manifest, fetch_inputs, platform_tags
 from kit.files import sha256_of, write_atomic
 from kit.layout import LOCKFILES, inputs_dir
-from kit.lock import SETS
+from kit.lock import SETS, lockfile
 
 pytestmark = pytest.mark.unit
 
@@ -98,6 +98,7 @@ class TestReuse:
             base=read_bases().cpu.model_copy(update={"image": None}),
             base_sha256=sha256_of(folder / "base.tar"),
             base_size=4,
+            base_how=fetch._base_how(read_bases().cpu, read_bases().source_date_epoch),
         )
         write_atomic(folder / "inputs.json", manifest.model_dump_json())
         monkeypatch.setattr(fetch, "inputs_dir", lambda profile: folder)
@@ -105,9 +106,77 @@ class TestReuse:
         monkeypatch.setattr(fetch, "_make_base", lambda *_: pytest.fail("made a base"))
         return folder
 
+    def test_what_two_locks_share_is_asked_for_once(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[str] = []
+
+        def download(requirements: set[str], base: object, into: Path) -> set[str]:
+            asked.extend(requirements)
+            return {"a-1-py3-none-any.whl"}
+
+        monkeypatch.setattr(fetch, "_pip_download", download)
+        (folder / "wheels/a-1-py3-none-any.whl").write_bytes(b"cut")
+        fetch_inputs("cpu")
+        wanted = {
+            requirement
+            for lock in SETS["cpu"]
+            for requirement in fetch._requirements(lockfile(lock.name), read_bases().cpu)
+        }
+        assert sorted(asked) == sorted(wanted)
+        assert all("==" in requirement and "--hash=sha256:" in requirement for requirement in asked)
+
+    def test_a_base_to_make_without_root_is_said_before_anything_is_fetched(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (folder / "base.tar").unlink()
+        monkeypatch.setattr(fetch, "_pip_download", lambda *_: pytest.fail("downloaded"))
+        monkeypatch.setattr("os.geteuid", lambda: 1000)
+        with pytest.raises(KitError, match="only root can make the base: run it as root"):
+            fetch_inputs("cpu")
+
     def test_complete_inputs_are_left_alone(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fetch, "_pip_download", lambda *_: pytest.fail("downloaded"))
         assert fetch_inputs("cpu").wheels == {"a-1-py3-none-any.whl": 5}
+
+    @pytest.mark.parametrize("damage", ["content", "how"])
+    def test_a_base_that_is_not_right_is_made_anew(
+        self, folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[Path] = []
+
+        def make(base: Base, epoch: int, tar: Path) -> dict[str, str]:
+            tar.write_bytes(b"anew")
+            made.append(tar)
+            return {}
+
+        monkeypatch.setattr(fetch, "_make_base", make)
+        monkeypatch.setattr(fetch, "_pip_download", lambda *_: {"a-1-py3-none-any.whl"})
+        if damage == "content":
+            (folder / "base.tar").write_bytes(b"BASE")
+        else:
+            monkeypatch.setattr(fetch, "_LEFT_OUT", ())
+        assert fetch_inputs("cpu").base_sha256 == sha256(b"anew").hexdigest()
+        assert made == [folder / "base.tar"]
+
+    def test_an_archive_with_other_content_is_fetched_again(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fetched: list[Path] = []
+
+        def fetch_again(base: Base, into: Path) -> dict[str, str]:
+            fetched.append(into)
+            return archives
+
+        manifest = Manifest.model_validate_json((folder / "inputs.json").read_bytes())
+        archives = {"etcd-1.tar.gz": sha256(b"archive").hexdigest()}
+        write_atomic(folder / "inputs.json", manifest.model_copy(update={"archives": archives}).model_dump_json())
+        monkeypatch.setattr(fetch, "_pip_download", lambda *_: {"a-1-py3-none-any.whl"})
+        monkeypatch.setattr(fetch, "_fetch_archives", fetch_again)
+        (folder / "archives/etcd-1.tar.gz").write_bytes(b"archive")
+        fetch_inputs("cpu")
+        assert fetched == []
+        (folder / "archives/etcd-1.tar.gz").write_bytes(b"ARCHIVE")
+        fetch_inputs("cpu")
+        assert fetched == [folder / "archives"]
 
     @pytest.mark.parametrize("damage", ["cut", "missing", "stray", "manifest"])
     def test_a_wheel_that_is_not_right_is_fetched_again(
@@ -124,7 +193,7 @@ class TestReuse:
             (folder / "inputs.json").write_text('{"version": "of an earlier kit"}')
             monkeypatch.setattr(fetch, "_make_base", lambda base, epoch, tar: {})
 
-        def download(lock: Path, base: object, into: Path) -> set[str]:
+        def download(requirements: set[str], base: object, into: Path) -> set[str]:
             (into / wheel.name).write_bytes(b"wheel")
             return {wheel.name}
 

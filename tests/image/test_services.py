@@ -60,9 +60,39 @@ class TestDaemon:
 
 
 @pytest.mark.unit
-def test_a_machine_that_is_not_prepared(state: Path) -> None:
-    with pytest.raises(KitError, match=r"not prepared yet: run ci/bootstrap\.sh --yes"), services.engine():
-        pass
+class TestPrepare:
+    """A machine on which ci/bootstrap.sh, or what stands in for it here, has not run."""
+
+    def bootstrap(self, root: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+        (root / "ci").mkdir()
+        (root / "ci/bootstrap.sh").write_text(f"#!/bin/sh\n{script}\n")
+        (root / "ci/bootstrap.sh").chmod(0o755)
+        monkeypatch.setattr(services, "REPO", root)
+
+    def test_what_is_missing_is_one_line(self, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        said = "missing here: skopeo: run 'ci/bootstrap.sh --yes' to install it"
+        self.bootstrap(tmp_path, monkeypatch, f'echo "error: {said}" >&2; exit 1')
+        with pytest.raises(KitError) as caught, services.engine():
+            pass
+        assert str(caught.value) == said
+
+    def test_it_is_prepared_on_the_way(self, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bootstrap(
+            tmp_path,
+            monkeypatch,
+            f'mkdir -p "$KIT_STATE"; cd "$KIT_STATE"; echo {services.STATE_VERSION} >version; echo host >engine.kind',
+        )
+        services.check_engine()
+        monkeypatch.setattr(services, "REPO", tmp_path / "nowhere")  # once is enough
+        services.check_engine()
+
+    def test_our_engine_without_root(self, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        state.mkdir()
+        (state / "engine.kind").write_text("own\n")
+        (state / "version").write_text(services.STATE_VERSION)
+        monkeypatch.setattr("os.geteuid", lambda: 1000)
+        with pytest.raises(KitError, match="runs as root only: run it as root"):
+            services.check_engine()
 
 
 @pytest.mark.unit

@@ -21,7 +21,8 @@ def test_all_passed(tmp_path):
     report, suite = outcome(tmp_path, checks)
     assert report["status"] == "passed"
     assert report["checks"][0] == {"name": "a", "passed": True, "detail": "fine", "figures": {"value": 1}}
-    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "0", "0")
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("1", "0", "0")
+    assert [case.get("name") for case in suite.iter("testcase")] == ["a"]
 
 
 @pytest.mark.parametrize("error", [None, "worker 0 was killed\nmore"])
@@ -36,6 +37,9 @@ def test_one_failed(tmp_path, error):
     assert failure is not None
     assert "no <good>" in failure.get("message", "")
     assert suite.get("errors") == ("1" if error else "0")
+    names = ["run", "a", "b"] if error else ["a", "b"]
+    assert [case.get("name") for case in suite.iter("testcase")] == names
+    assert suite.get("tests") == str(len(names))
 
 
 def test_no_checks_at_all_is_a_failure(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,20 @@ def test_a_value_the_worker_does_not_take(dynamo_python, load):
     with pytest.raises(ConfigError, match=r"parser of dynamo\.vllm: argument --max-num-batched-tokens: .*'many'") as no:
         check(dynamo_python, load("G.vllm_kwargs.max_num_batched_tokens=many"))
     assert "\n" not in str(no.value)
+
+
+def test_the_check_of_a_gpus_command_lines_on_a_machine_without_one(dynamo_python, tmp_path):
+    """ci/parse-argv.py asks about the runtime's own command lines: what the recipe changes in them comes through."""
+    tree = Path(__file__).parents[2]
+    recipe = tmp_path / "recipe.yaml"
+    changed = "policy: {generation: {vllm_kwargs: {max_num_batched_tokens: many}}}"
+    recipe.write_text(f"defaults: {tree}/functional/recipes/grpo_gpu.yaml\n{changed}\n")
+    words = [sys.executable, tree / "ci/parse-argv.py", recipe]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: refused by the parser of dynamo.vllm: argument --max-num-batched-tokens"
+    )
 
 
 def test_a_value_the_frontend_does_not_take(dynamo_python, load):

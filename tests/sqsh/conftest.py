@@ -44,7 +44,13 @@ class Kit:
         out, err = process.communicate(timeout=120)
         return subprocess.CompletedProcess(words, process.returncode, out.decode(), err.decode())
 
-    def release(self, name: str, layers: Sequence[Sequence[Entry]], config: Mapping[str, Any] | None = None) -> str:
+    def release(
+        self,
+        name: str,
+        layers: Sequence[Sequence[Entry]],
+        config: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, str] | None = None,
+    ) -> str:
         """An image with its record in dist/NAME, as the image station leaves them."""
         folder = self.root / "dist" / name
         digest = write_layout(folder / "oci", layers, config, docker=True)
@@ -52,7 +58,7 @@ class Kit:
 from pathlib import Path
 from kit.record import ImageSection, start_record
 image = ImageSection(name={name!r}, profile="cpu", digest={digest!r}, media_type="m", size=1, layers=[], key="0" * 64,
-                     inputs={{}}, source_date_epoch=0)
+                     inputs={dict(inputs or {})!r}, source_date_epoch=0)
 start_record(Path({str(folder / "record.json")!r}), image)
 """
         subprocess.run([sys.executable, "-c", record], cwd=self.root, check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,18 @@ from typing import Any
 import pytest
 
 from kit.errors import KitError
+from kit.files import sha256_of
 from kit.functional import Counts, count_results
 from kit.record import ImageSection, PushSection, add_section, start_record
-from tests.sqsh.conftest import Kit, refused
+from kit.sources import lock_hashes, source_hashes
+from tests.sqsh.conftest import REPO, Kit, refused
 from tests.sqsh.tiny_image import Entry, busybox, folder
 
 JUNIT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"/>\
 <testcase name="c"><failure/></testcase><testcase name="d"><error/></testcase><testcase name="e"><skipped/></testcase>\
 </testsuite></testsuites>"""
+CHECKS = '[{"passed": true}, {"passed": true}, {"passed": false}]'
+INPUTS = {"trainer-cpu": "1" * 64, "functional": "2" * 64}
 # Takes the place of uv: writes what the suite writes, and ends as the recipe's name says.
 STAND_IN = f"""#!/bin/sh
 echo "$@" "recipe=$RECIPE" > "$FUNCTIONAL_OUT/words"
@@ -32,7 +37,10 @@ case "$RECIPE" in
   while :; do sleep 0.05; done ;;
 esac
 echo '{JUNIT}' > "$FUNCTIONAL_OUT/junit.xml"
-echo '{{"release": {{"image": '"$(cat /opt/release/image.json)"'}}}}' > "$FUNCTIONAL_OUT/report.json"
+echo '{{"error": "ended early", "checks": {CHECKS}, "release": {{' > "$FUNCTIONAL_OUT/report.json"
+echo '"image": '"$(cat /opt/release/image.json)"',' >> "$FUNCTIONAL_OUT/report.json"
+echo '"build": '"$(cat /opt/release/build.json)" >> "$FUNCTIONAL_OUT/report.json"
+echo '}}}}' >> "$FUNCTIONAL_OUT/report.json"
 case "$RECIPE" in *failing*) exit 1 ;; esac
 """
 
@@ -42,9 +50,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a squashfs n
 @pytest.fixture
 def made(kit: Kit) -> Path:
     """A release with its squashfs; the answer is its folder."""
-    kit.release(
-        "tiny", [[*busybox("uv"), folder("opt")], [Entry("bin/uv", STAND_IN.encode(), 0o755)]], {"WorkingDir": "/opt"}
-    )
+    build = [folder("opt/release"), Entry("opt/release/build.json", json.dumps({"inputs": INPUTS}).encode())]
+    layers = [[*busybox("uv"), folder("opt")], [Entry("bin/uv", STAND_IN.encode(), 0o755), *build]]
+    kit.release("tiny", layers, {"WorkingDir": "/opt"}, INPUTS)
     finished = kit("sqsh", "--name", "tiny")
     assert finished.returncode == 0, finished.stderr
     return kit.root / "dist/tiny"
@@ -137,6 +145,14 @@ class TestFunctional:
         assert kit("functional", "a.yaml", "b.yaml").returncode == 2
 
 
+def failures(kit: Kit) -> dict[tuple[str, str], str]:
+    """What verify finds wrong: section and comparison, and how the two differ."""
+    finished = kit("verify", "tiny", "--json")
+    assert finished.returncode == 1
+    found = [entry for entry in json.loads(finished.stdout) if entry["result"] == "failed"]
+    return {(entry["section"], entry["what"]): entry["detail"] for entry in found}
+
+
 @needs_root
 @pytest.mark.sqsh
 class TestVerify:
@@ -161,6 +177,60 @@ class TestVerify:
         finished = kit("verify", "tiny")
         assert finished.returncode == 1
         assert finding in finished.stderr
+
+    def test_every_word_of_the_record_is_held_against_what_is_there(self, kit: Kit, made: Path) -> None:
+        assert kit("functional", "--engine", "own").returncode == 0
+        text = (made / "record.json").read_text()
+        changes: list[tuple[str, dict[str, object], str]] = [
+            ("image", {"inputs": {**INPUTS, "functional": "3" * 64}}, "inputs in the image's /opt/release/build.json"),
+            ("functional", {"passed": 3}, "checks in the report"),
+            ("functional", {"failed": 1}, "checks in the report"),
+            ("functional", {"image_digest": f"sha256:{'1' * 64}"}, "image it proved"),
+            ("functional", {"sqsh_sha256": "1" * 64}, "squashfs it ran in"),
+        ]
+        for section, change, what in changes:
+            record = json.loads(text)
+            record[section] |= change
+            (made / "record.json").write_text(json.dumps(record))
+            assert (section, what) in failures(kit), what
+
+    def test_a_report_of_other_locks_or_of_another_image(self, kit: Kit, made: Path) -> None:
+        """Also where its hash is the recorded one: the suite may have run in another image than was recorded."""
+        assert kit("functional", "--engine", "own").returncode == 0
+        text = (made / "functional/report.json").read_text()
+        changes: list[tuple[str, dict[str, object], str]] = [
+            ("build", {"inputs": {**INPUTS, "trainer-cpu": "3" * 64}}, "inputs the report names"),
+            ("build", {"inputs": {"functional": INPUTS["functional"]}}, "inputs the report names"),
+            ("build", {}, "inputs the report names"),
+            ("image", {"digest": f"sha256:{'1' * 64}"}, "image the report names"),
+        ]
+        for key, value, what in changes:
+            report = json.loads(text)
+            report["release"][key] = value
+            (made / "functional/report.json").write_text(json.dumps(report))
+            record = json.loads((made / "record.json").read_text())
+            record["functional"]["sha256"] = sha256_of(made / "functional/report.json")
+            (made / "record.json").write_text(json.dumps(record))
+            found = failures(kit)
+            assert list(found) == [("functional", what)]
+            if value.get("inputs") == {**INPUTS, "trainer-cpu": "3" * 64}:
+                assert found["functional", what] == f"trainer-cpu: recorded {'1' * 64}, found {'3' * 64}"
+
+    def test_other_sources_in_the_checkout_are_told_and_no_failure(self, kit: Kit, made: Path) -> None:
+        for name in ("docker", "functional", "tests/functional", "lockfiles"):
+            shutil.copytree(REPO / name, kit.root / name)
+        shutil.copy(REPO / ".dockerignore", kit.root)
+        inputs = {**source_hashes(kit.root), **lock_hashes(kit.root, ["trainer-cpu"])}
+        record = json.loads((made / "record.json").read_text())
+        record["image"]["inputs"] = inputs
+        (made / "record.json").write_text(json.dumps(record))
+        assert "✓ image: sources and locks of this checkout" in kit("verify", "tiny").stderr
+        with (kit.root / "lockfiles/trainer-cpu.txt").open("a") as file:
+            file.write("# changed\n")
+        (kit.root / "functional/engine/wire.py").unlink()
+        said = [line for line in kit("verify", "tiny").stderr.splitlines() if "of this checkout" in line]
+        assert said[0].startswith("? image:")
+        assert said[0].endswith(" (the image was made of another state of functional, trainer-cpu)")
 
     def test_a_squashfs_of_another_image(self, kit: Kit, made: Path) -> None:
         text = (made / "record.json").read_text()
