@@ -2,8 +2,8 @@
 
 Both are complete Hugging Face directories (config, generation config, safetensors, tokenizer, chat template) that
 transformers, vLLM and Dynamo load. The same seed gives the same bytes on the same machine; on another processor
-rounding, and with it what is learnt, differs. So the tiny one was made once, with the defaults here, and is kept in
-`arithmetic_model`: no build, run or other test makes it.
+rounding, and with it what is learnt, differs. So the tiny one was made once, with the defaults here, and lies in
+`arithmetic_model`; no build and no run makes it anew.
 """
 
 from __future__ import annotations

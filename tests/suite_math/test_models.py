@@ -10,7 +10,7 @@ from functional.suite import models
 from functional.suite.models import ARITHMETIC, ARITHMETIC_DIR, RANDOM, find_model, find_tokenizer
 from functional.suite.sums import SUMS
 from functional.suite.tasks import arithmetic
-from functional.suite.vocabulary import QWEN3_VOCAB, wide_tokenizer
+from functional.suite.vocabulary import QWEN3_VOCAB, TINY_VOCAB, wide_tokenizer
 
 pytestmark = pytest.mark.unit
 
@@ -88,7 +88,14 @@ def test_a_model_directory_s_tokenizer_is_loaded_and_one_without_is_refused(tmp_
     assert len(str(refusal.value).splitlines()) == 1
 
 
-def test_the_tokenizer_of_a_hub_model_that_is_not_here_is_not_fetched(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+def test_a_hub_model_s_tokenizer_is_found_in_the_cache_and_never_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert find_tokenizer("nobody/has-this-model") is None
     assert find_tokenizer("/no/such/folder") is None
+    cached = tmp_path / "models--somebody--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("0" * 40)
+    (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    assert find_tokenizer("somebody/tiny") is None
+    shutil.copytree(ARITHMETIC_DIR, cached / "snapshots" / ("0" * 40), dirs_exist_ok=True)
+    assert len(find_tokenizer("somebody/tiny")) == TINY_VOCAB
