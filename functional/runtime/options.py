@@ -107,7 +107,7 @@ CFG: dict[str, Rule] = SHARED | {
     "use_deep_gemm": unsupported(LOW_PRECISION, refuse=True),
     "num_last_layers_in_bf16": unsupported(LOW_PRECISION + ": all layers are", refuse=True),
     "num_first_layers_in_bf16": unsupported(LOW_PRECISION + ": all layers are", refuse=True),
-    "cap_max_tokens_to_context": unsupported("a request beyond the context is refused, never cut"),
+    "cap_max_tokens_to_context": Rule(OptionClass.MANAGED, "max_tokens is always cut to what the prompt leaves"),
     "reset_encoder_cache_after_weight_update": unsupported("updates clear the prefix cache; encoders are not served"),
     "video": unsupported("rollouts are text"),
     "expose_http_server": Rule(OptionClass.MANAGED, "Dynamo's frontend always serves HTTP, on the job's interface"),

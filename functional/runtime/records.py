@@ -12,7 +12,8 @@ from typing import IO, Any
 class RolloutRecord:
     """Everything that identifies one sample. Log-probs in nats, times in seconds since the epoch.
 
-    policy_version: the version whose weights made it; request_id and instance_id join it to Dynamo's logs.
+    policy_version: the version whose weights made it; request_id and instance_id join it to Dynamo's logs; max_tokens:
+    what its prompt left it of `max_new_tokens`; truncated: it ended there, not at a stop token.
     """
 
     run: str
@@ -28,6 +29,8 @@ class RolloutRecord:
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    max_tokens: int
+    truncated: bool
     reward: float | None
     advantage: float | None
     accepted: bool

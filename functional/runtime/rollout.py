@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -28,7 +28,10 @@ EXTRA_FIELDS = ["completion_token_ids", "engine_data", "worker_id", "timing"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled. `temperature` > 0; log-probs are those of the processed distribution."""
+    """How completions are sampled. `temperature` > 0; log-probs are those of the processed distribution.
+
+    `max_tokens` is cut, request by request, to what its prompt leaves of the context.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -42,6 +45,7 @@ class Completion:
     """One completion. `problem` names the first rule it breaks, None when it may be trained on.
 
     token_ids and logprobs: one entry a generated token; logprobs in nats. Times in seconds since the epoch.
+    max_tokens: what this request was allowed; truncated: it ended there, not at a stop token.
     """
 
     request_id: str
@@ -56,6 +60,8 @@ class Completion:
     problem: str | None
     attempt: int = 1
     timing: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int = 0
+    truncated: bool = False
 
 
 class AdmissionGate:
@@ -172,7 +178,9 @@ class RolloutClient:
         self, http: httpx.AsyncClient, prompt: Sequence[int], sampling: Sampling, instance_id: int | None, purpose: str
     ) -> Completion:
         """Send until answered: 408, 429, 5xx and transport errors are tried again, with backoff, until the deadline."""
-        self._refuse_unsendable(prompt, sampling)
+        self._refuse_unsendable(prompt)
+        left = self._max_model_len - len(prompt)
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, left))
         body = request_body(prompt, sampling, instance_id)
         sample = str(uuid.uuid4())
         deadline = time.monotonic() + self._timeout_s
@@ -223,16 +231,16 @@ class RolloutClient:
             raise _TryAgainError(text)
         raise RolloutError(f"request {request_id}: {text}")
 
-    def _refuse_unsendable(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Refuse what Dynamo would answer with a 500 or cut silently."""
+    def _refuse_unsendable(self, prompt: Sequence[int]) -> None:
+        """Refuse what Dynamo would answer with an error, or complete otherwise than asked."""
         if not prompt:
             raise RolloutError("prompt is empty: nothing to complete")
         for token in prompt:
             if not 0 <= token < self._vocab_size:
                 raise RolloutError(f"prompt holds token ID {token}, outside the vocabulary of {self._vocab_size}")
-        if len(prompt) + sampling.max_tokens > self._max_model_len:
+        if len(prompt) >= self._max_model_len:
             raise RolloutError(
-                f"prompt of {len(prompt)} tokens plus max_tokens {sampling.max_tokens} exceeds the context of "
+                f"prompt of {len(prompt)} tokens leaves no room for an answer in the context of "
                 f"{self._max_model_len} (policy.generation.vllm_cfg.max_model_len)"
             )
 
@@ -312,13 +320,15 @@ def read_completion(
         problem=None,
         attempt=attempt,
         timing=timing,
+        max_tokens=sampling.max_tokens,
+        truncated=choices[0].get("finish_reason") == "length",
     )
-    problem = find_problem(completion, answer.get("id"), engine, listed, len(choices), sampling.max_tokens)
+    problem = find_problem(completion, answer.get("id"), engine, listed, len(choices))
     return completion if problem is None else Completion(**(vars(completion) | {"problem": problem}))
 
 
 def find_problem(
-    completion: Completion, answer_id: Any, engine: dict[str, Any], listed: Any, num_choices: int, max_tokens: int
+    completion: Completion, answer_id: Any, engine: dict[str, Any], listed: Any, num_choices: int
 ) -> str | None:
     """The first rule the completion breaks, or None.
 
@@ -345,8 +355,10 @@ def find_problem(
         return "choices[0].logprobs and engine_data.completion_logprobs differ"
     if tuple(engine.get("prompt_token_ids") or ()) != completion.prompt_token_ids:
         return "the engine completed another prompt than the one sent"
-    if len(ids) > max_tokens:
-        return f"{len(ids)} tokens generated, {max_tokens} allowed"
+    if len(ids) > completion.max_tokens:
+        return f"{len(ids)} tokens generated, {completion.max_tokens} allowed"
+    if completion.truncated and len(ids) < completion.max_tokens:
+        return f"cut after {len(ids)} tokens, {completion.max_tokens} allowed"
     if completion.instance_id is None:
         return "the answer does not name the worker that served it"
     return None

@@ -170,13 +170,6 @@ def merge_stop_strings(*sources: Iterable[str] | None) -> tuple[str, ...]:
     return merged
 
 
-def _context(recipe: "Recipe") -> Iterator[Problem]:
-    generation = recipe.policy.generation
-    if generation.max_new_tokens >= generation.vllm_cfg.max_model_len:
-        message = f"leaves no room for a prompt in {VLLM_CFG}.max_model_len={generation.vllm_cfg.max_model_len}"
-        yield Problem(f"{GENERATION}.max_new_tokens", generation.max_new_tokens, message)
-
-
 def _variables(recipe: "Recipe") -> Iterator[Problem]:
     for name, value in recipe.policy.generation.vllm_cfg.env_vars.items():
         if reason := _variable_problem(name, value, recipe.cluster.share_gpu):
@@ -241,7 +234,6 @@ RULES = (
     _sections,
     _options,
     _stops,
-    _context,
     _variables,
     _worker_args,
     _frontend_args,

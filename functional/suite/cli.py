@@ -104,7 +104,9 @@ def make_model_command(
     seed: Annotated[int, typer.Option(help="Seed of the weights and lessons.")] = 0,
     shape: Annotated[str, typer.Option(help="tiny (taught arithmetic), or Qwen3-0.6B (random weights).")] = "tiny",
 ) -> None:
-    """Make a small Qwen3 with its tokenizer, the same bytes each time.
+    """Make a small Qwen3 with its tokenizer, the same bytes each time on one machine.
+
+    So the embedded model was made, once: builtin:arithmetic is a part of this package.
 
     Example: functional make-model /tmp/tiny
     """

@@ -2,45 +2,67 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from functional.runtime.config import Recipe
 from functional.runtime.errors import ConfigError
-from functional.suite.tasks import arithmetic, read_questions
+from functional.suite.tasks import Question, Tokenizer, arithmetic, longest_prompt, read_questions, token_set_prompt
+
+TOKEN_SET_NUMBERS = (100_000, 123_456, 999_999)
+"""As many digits as there are: they stand for all prompts of `token_set` where these are measured."""
 
 
 @dataclass(frozen=True)
 class DataRecord:
-    """sha256: of the file's bytes, or of a built-in set's questions as JSON lines; None where prompts are made anew."""
+    """sha256: of the file's bytes, or of a built-in set's questions as JSON lines; None where prompts are made anew.
+
+    longest_prompt: in tokens; None where the model's tokenizer is not on this machine.
+    """
 
     dataset_name: str
     source: str
     questions: int | None
     sha256: str | None
+    longest_prompt: int | None = None
 
 
-def describe_data(name: str, num_prompts: int) -> DataRecord:
-    """Read the data of `data.dataset_name` and say what it is.
+def measure_data(recipe: Recipe, tokenizer: Tokenizer | None) -> DataRecord:
+    """The recipe's data, its prompts measured where there is a tokenizer. Raises ConfigError (describe_data)."""
+    context = recipe.policy.generation.vllm_cfg.max_model_len
+    return describe_data(recipe.data.dataset_name, recipe.grpo.num_prompts_per_step, tokenizer, context)
 
-    Raises ConfigError naming a bad line, or when there are fewer questions than `num_prompts`, a step's.
+
+def describe_data(
+    name: str, num_prompts: int, tokenizer: Tokenizer | None = None, max_model_len: int = 0
+) -> DataRecord:
+    """Read the data of `data.dataset_name`, measure its prompts where there is a tokenizer, and say what it is.
+
+    Raises ConfigError naming a bad line or a prompt that fills the context, or when there are fewer questions than
+    `num_prompts`, a step's.
     """
-    record = _read(name)
+    try:
+        record, questions = _read(name)
+        if tokenizer is not None:
+            record = replace(record, longest_prompt=longest_prompt(tokenizer, questions, max_model_len))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.dataset_name={name!r}: {' '.join(str(error).split())}") from error
     if record.questions is not None and record.questions < num_prompts:
         raise ConfigError(f"grpo.num_prompts_per_step={num_prompts}: {name} holds {record.questions} questions only")
     return record
 
 
-def _read(name: str) -> DataRecord:
+def _read(name: str) -> tuple[DataRecord, list[Question]]:
+    """The data, and the questions that its prompts are drawn from (or examples of them)."""
     if name == "arithmetic":
-        lines = [json.dumps(asdict(question), sort_keys=True) for question in arithmetic()]
-        return DataRecord(name, "built in", len(lines), _sha256("\n".join(lines).encode()))
+        questions = arithmetic()
+        lines = [json.dumps({"answer": q.answer, "prompt": q.prompt}, sort_keys=True) for q in questions]
+        return DataRecord(name, "built in", len(lines), _sha256("\n".join(lines).encode())), questions
     if name == "token_set":
-        return DataRecord(name, "made from grpo.seed", None, None)
-    try:
-        questions = read_questions(Path(name))
-        return DataRecord(name, "file", len(questions), _sha256(Path(name).read_bytes()))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"data.dataset_name={name!r}: {' '.join(str(error).split())}") from error
+        examples = [Question(token_set_prompt(number), "", "token_set") for number in TOKEN_SET_NUMBERS]
+        return DataRecord(name, "made from grpo.seed", None, None), examples
+    questions = read_questions(Path(name))
+    return DataRecord(name, "file", len(questions), _sha256(Path(name).read_bytes())), questions
 
 
 def _sha256(content: bytes) -> str:

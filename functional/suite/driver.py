@@ -37,11 +37,12 @@ from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import verdicts
 from functional.suite.checks import Checklist
 from functional.suite.cluster import check_devices, local_ray, reserve
-from functional.suite.data import describe_data
+from functional.suite.data import measure_data
 from functional.suite.flaky import flaky_proxy
 from functional.suite.leftovers import find_leftovers
-from functional.suite.models import find_model
+from functional.suite.models import find_model, find_tokenizer
 from functional.suite.report import write_atomically, write_report
+from functional.suite.tasks import make_task
 from functional.suite.versions import read_versions
 
 ADDRESS = "127.0.0.1"
@@ -61,7 +62,8 @@ def run(
         recipe = load_recipe(recipe_path, overrides)
         if problems := find_unsendable(recipe):
             raise RecipeError(recipe_path, problems)
-        data = describe_data(recipe.data.dataset_name, recipe.grpo.num_prompts_per_step)
+        tokenizer = find_tokenizer(recipe.policy.model_name)
+        data = measure_data(recipe, tokenizer)
         programs = find_programs()
         check_devices(recipe)
     except ConfigError as error:
@@ -82,6 +84,7 @@ def run(
     ):
         (out / stale).unlink(missing_ok=True)
     session = (session_type or Session)(recipe, out, run_dir)
+    session.tokenizer = tokenizer
     session.report |= {"recipe": recipe.shown(), "versions": read_versions(programs), "data": asdict(data)}
     session.report |= {"options": shown_options(recipe.policy.generation, recipe.cluster.device)}
     session.report |= {"warnings": recipe.warnings()}
@@ -141,6 +144,7 @@ class Session:
         self.run_dir = run_dir
         self.began = time.monotonic()
         self.checks = Checklist()
+        self.tokenizer: Any = None
         self.ports: list[int] = []
         self.report: dict[str, Any] = {
             "phases": {},
@@ -174,6 +178,9 @@ class Session:
         self._name_processes({})
         self.event("run: starting", run_dir=str(self.run_dir))
         model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
+        if self.tokenizer is None:  # a hub model's files are here only now
+            self.tokenizer = find_tokenizer(str(model_dir))
+            self.report["data"] = asdict(measure_data(recipe, self.tokenizer))
         parser = self._stack.enter_context(EngineCheck.of(recipe, programs.dynamo_python, model_dir))
         self._phase("ray", lambda: self._stack.enter_context(local_ray(self.run_dir, recipe)))
         signal.signal(signal.SIGTERM, interrupt)  # after Ray has set its own
@@ -229,12 +236,7 @@ class Session:
         return result
 
     def _prepare(self, fleet: Fleet, trainer: Any, weights: Any, model_dir: Path) -> Parts:
-        from transformers import AutoTokenizer
-
-        from functional.suite.tasks import make_task
-
-        recipe, generation = self.recipe, self.recipe.policy.generation
-        tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
+        recipe, generation, tokenizer = self.recipe, self.recipe.policy.generation, self.tokenizer
         task = make_task(recipe.data.dataset_name, tokenizer, recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
         model_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         gate = AdmissionGate()
@@ -463,6 +465,8 @@ class Session:
                     prompt_token_ids=completion.prompt_token_ids,
                     token_ids=completion.token_ids,
                     logprobs=completion.logprobs,
+                    max_tokens=completion.max_tokens,
+                    truncated=completion.truncated,
                     reward=batch.rewards[index],
                     advantage=batch.advantages[index],
                     accepted=completion.problem is None,
@@ -515,7 +519,14 @@ def probe_tokens(count: int, block_size: int) -> tuple[int, ...]:
 
 def asdict_step(step: int, batch: verdicts.RolloutBatch, metrics: dict[str, float]) -> dict[str, Any]:
     """A step's figures for the report."""
-    return {"step": step, "samples": len(batch.completions), "mean_reward": batch.mean_reward, **metrics}
+    truncated = sum(completion.truncated for completion in batch.completions)
+    return {
+        "step": step,
+        "samples": len(batch.completions),
+        "truncated": truncated,
+        "mean_reward": batch.mean_reward,
+        **metrics,
+    }
 
 
 def interrupt(signum: int, _frame: Any) -> None:

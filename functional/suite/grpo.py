@@ -44,29 +44,31 @@ class LossConfig:
 def advantages(
     rewards: Tensor, normalize_rewards: bool = True, use_leave_one_out_baseline: bool = False, eps: float = 1e-6
 ) -> Tensor:
-    """Each reward less its group's baseline, divided by the group's standard deviation if normalised.
+    """Each reward less its group's baseline, divided by the group's standard deviation (plus `eps`) if normalised.
 
     rewards [P, G] -> [P, G] float32. The baseline is the group's mean, or the mean of the other generations
-    (leave-one-out). The deviation is the unbiased one of the same generations; a group without any is not divided.
-    A group of one has no baseline and gets zero.
+    (leave-one-out). The deviation is the unbiased one of the same generations; where they are all equal, or only one,
+    there is none, and nothing is divided. A group of one has no baseline and gets zero.
     """
     if rewards.ndim != 2:
         raise ValueError(f"rewards must have shape [prompts, generations], not {list(rewards.shape)}")
-    # Taken from the group's first reward, equal rewards are exactly zero: no rounding poses as an advantage.
-    rewards = rewards.float() - rewards[:, :1].float()
-    n = rewards.shape[1]
-    if n == 1:
-        return torch.zeros_like(rewards)
-    taken = torch.ones(n, n) - torch.eye(n) if use_leave_one_out_baseline else torch.ones(n, n)
-    taken = taken.to(rewards.device)
-    count = n - 1 if use_leave_one_out_baseline else n
-    baseline = rewards @ taken.T / count
-    centred = rewards - baseline
-    if not normalize_rewards or count < 2:
-        return centred
-    spread = (rewards[:, None, :] - baseline[:, :, None]).square() * taken
-    deviation = (spread.sum(-1) / (count - 1)).sqrt()
-    return torch.where(deviation > 0, centred / (deviation + eps), centred)
+    rewards = rewards.double()
+    count = rewards.shape[1]
+    if count == 1:
+        return torch.zeros_like(rewards, dtype=torch.float32)
+    peers = rewards[:, None, :]  # [P, 1, G], the same for every generation
+    if use_leave_one_out_baseline:
+        others = ~torch.eye(count, dtype=torch.bool, device=rewards.device)
+        peers = peers.expand(-1, count, -1)[:, others].view(-1, count, count - 1)
+    # Taken from one of the peers, equal rewards are exactly zero and large ones lose no digits: rounding that is left
+    # over from a mean would pose as a deviation, and dividing by it give advantages of a million.
+    origin = peers[..., 0]
+    spread = peers - origin[..., None]
+    centred = (rewards - origin) - spread.mean(-1)
+    if normalize_rewards and spread.shape[-1] > 1:
+        deviation = spread.std(-1)
+        centred = torch.where(deviation > 0, centred / (deviation + eps), centred)
+    return centred.float()
 
 
 def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:

@@ -1,12 +1,13 @@
-"""Model directories made on the spot: a tiny Qwen3 taught one-digit arithmetic, and random weights of a real shape.
+"""How model directories are made: a tiny Qwen3 taught one-digit arithmetic, and random weights of a real shape.
 
 Both are complete Hugging Face directories (config, generation config, safetensors, tokenizer, chat template) that
-transformers, vLLM and Dynamo load. The same seed gives the same bytes on the same machine.
+transformers, vLLM and Dynamo load. The same seed gives the same bytes on the same machine; on another processor
+rounding, and with it what is learnt, differs. So the tiny one was made once, with the defaults here, and lies in
+`arithmetic_model`; no build and no run makes it anew.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -21,22 +22,24 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from functional.suite.sums import file_sha256, write_sums
 from functional.suite.tasks import Question, arithmetic
-
-END_OF_TEXT, TURN_START, TURN_END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+from functional.suite.vocabulary import (
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    QWEN3_VOCAB,
+    TINY_VOCAB,
+    TURN_END,
+    UNKNOWN,
+    chat_prompt,
+    tiny_tokenizer,
+    wide_tokenizer,
 )
 
-TINY_VOCAB = 128
 TINY_SHAPE: dict[str, Any] = {
     "vocab_size": TINY_VOCAB,
     "hidden_size": 128,
@@ -50,7 +53,7 @@ TINY_SHAPE: dict[str, Any] = {
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {
-        "vocab_size": 151936,
+        "vocab_size": QWEN3_VOCAB,
         "hidden_size": 1024,
         "intermediate_size": 3072,
         "num_hidden_layers": 28,
@@ -102,6 +105,7 @@ def make_model(out: Path, seed: int = 0, steps: int = 350, threads: int = 1) -> 
         chat = pass_rates(model, tokenizer, chat=True)
         weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
         write_model(folder, config, weights, tokenizer)
+        write_sums(folder)
         return ModelSummary(
             path=str(out),
             shape="tiny Qwen3",
@@ -162,55 +166,6 @@ def qwen3_config(shape: dict[str, Any], tokenizer: Tokenizer) -> Qwen3Config:
         eos_token_id=tokenizer.token_to_id(TURN_END),
         pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
     )
-
-
-# Tokenizers
-
-
-def tiny_tokenizer() -> Tokenizer:
-    """One token a character: newline and printable ASCII; 128 IDs with the special and reserved ones."""
-    characters = ["\n", *map(chr, range(32, 127))]
-    special = [END_OF_TEXT, TURN_START, TURN_END, UNKNOWN]
-    reserved = [f"<|reserved_{i}|>" for i in range(TINY_VOCAB - len(special) - len(characters))]
-    vocabulary = {token: i for i, token in enumerate([*special, *characters, *reserved])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([special_token(t) for t in [*special, *reserved]])
-    return tokenizer
-
-
-def wide_tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level, with lower-case words of one to four letters (after a space) for the IDs that bytes leave free.
-
-    Qwen3's special tokens keep their IDs (151643…); what follows them is reserved. Every ID decodes, and a text of
-    such words encodes to the IDs it was decoded from.
-    """
-    first_special = 151643
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    base = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words: list[str] = []
-    level = [""]
-    while len(base) + len(words) < first_special:
-        level = [word + letter for word in level for letter in letters]
-        words += level[: first_special - len(base) - len(words)]
-    vocabulary = {token: i for i, token in enumerate([*base, *("Ġ" + word for word in words)])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = [END_OF_TEXT, TURN_START, TURN_END]
-    reserved = [f"<|reserved_{i}|>" for i in range(vocab_size - first_special - len(special))]
-    tokenizer.add_special_tokens([special_token(t) for t in [*special, *reserved]])
-    return tokenizer
-
-
-def special_token(text: str) -> AddedToken:
-    return AddedToken(text, special=True, normalized=False)
-
-
-def chat_prompt(text: str) -> str:
-    """What CHAT_TEMPLATE makes of one user message."""
-    return f"{TURN_START}user\n{text}{TURN_END}\n{TURN_START}assistant\n"
 
 
 # Teaching
@@ -310,11 +265,6 @@ def write_model(folder: Path, config: Qwen3Config, weights: dict[str, Tensor], t
 
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

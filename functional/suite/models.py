@@ -1,32 +1,34 @@
-"""From `policy.model_name` to a local model directory."""
+"""From `policy.model_name` to a local model directory, and to the tokenizer that counts its prompts."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from functional.runtime.errors import ConfigError
+from functional.suite.sums import check_sums
+from functional.suite.vocabulary import QWEN3_VOCAB, PlainTokenizer, load_tokenizer, wide_tokenizer
 
-BUILTIN = {"builtin:arithmetic": "make_model", "builtin:random-0.6b": "random_model"}
+ARITHMETIC = "builtin:arithmetic"
+ARITHMETIC_DIR = Path(__file__).parent / "arithmetic_model"
+"""Part of the package: made once with `functional make-model`, and the same bytes on every machine."""
+RANDOM = "builtin:random-0.6b"
+BUILTIN = (ARITHMETIC, RANDOM)
+REMEDY = "take the file from the repository again, or install the package anew"
 
 
 def find_model(name: str, run_dir: Path, say: Callable[[str], None]) -> Path:
-    """Return the model's folder; a built-in one is made, in `FUNCTIONAL_CACHE` if that is set, and then kept.
+    """Return the model's folder. `builtin:arithmetic` is in the package; `builtin:random-0.6b` is made, and kept where
+    `FUNCTIONAL_CACHE` says so.
 
-    Raises ConfigError when `name` is neither built in, a local directory, nor in the local hub cache.
+    Raises ConfigError when `name` is neither built in, a local directory, nor to be had from the hub, and when a file
+    of the built-in model is damaged.
     """
-    if name in BUILTIN:
-        cache = os.environ.get("FUNCTIONAL_CACHE")
-        folder = (Path(cache) if cache else run_dir) / name.replace(":", "-")
-        if (folder / "config.json").is_file():
-            say(f"{name}: kept in {folder}")
-            return folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        say(f"{name}: making it")
-        from functional.suite import model  # torch and transformers: seconds of import, needed here alone
-
-        summary = getattr(model, BUILTIN[name])(folder)
-        say(f"{name}: {summary.params} parameters, sha256 {summary.sha256[:12]}")
-        return folder
+    if name == ARITHMETIC:
+        check_sums(ARITHMETIC_DIR, REMEDY)
+        return ARITHMETIC_DIR
+    if name == RANDOM:
+        return _make_random(run_dir, say)
     if Path(name).is_dir():
         return Path(name).resolve()
     from huggingface_hub import snapshot_download
@@ -38,3 +40,53 @@ def find_model(name: str, run_dir: Path, say: Callable[[str], None]) -> Path:
             f"policy.model_name={name!r}: not a local directory, and no hub copy can be had "
             f"({type(error).__name__}); built in are {', '.join(BUILTIN)}"
         ) from error
+
+
+def find_tokenizer(name: str) -> Any | None:
+    """The model's tokenizer, or None for a hub model that is not on this machine yet: nothing is downloaded here.
+
+    Raises ConfigError when a local directory holds none that transformers can load.
+    """
+    if name == ARITHMETIC:
+        check_sums(ARITHMETIC_DIR, REMEDY)
+        return PlainTokenizer(load_tokenizer(ARITHMETIC_DIR))
+    if name == RANDOM:
+        return PlainTokenizer(wide_tokenizer(QWEN3_VOCAB))
+    if not Path(name).is_dir():
+        return _cached_tokenizer(name)
+    try:
+        return _auto_tokenizer(Path(name))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"policy.model_name={name!r}: transformers loads no tokenizer from it: {reason}") from error
+
+
+def _make_random(run_dir: Path, say: Callable[[str], None]) -> Path:
+    cache = os.environ.get("FUNCTIONAL_CACHE")
+    folder = (Path(cache) if cache else run_dir) / RANDOM.replace(":", "-")
+    if (folder / "config.json").is_file():
+        say(f"{RANDOM}: kept in {folder}")
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    say(f"{RANDOM}: making it")
+    from functional.suite.model import random_model  # torch and transformers: seconds of import, needed here alone
+
+    summary = random_model(folder)
+    say(f"{RANDOM}: {summary.params} parameters, sha256 {summary.sha256[:12]}")
+    return folder
+
+
+def _cached_tokenizer(name: str) -> Any | None:
+    """Of the hub's local cache, which may hold no model of that name, or not all of it."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return _auto_tokenizer(Path(snapshot_download(name, local_files_only=True)))
+    except Exception:
+        return None
+
+
+def _auto_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer  # seconds of import
+
+    return AutoTokenizer.from_pretrained(str(folder))

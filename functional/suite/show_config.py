@@ -16,7 +16,8 @@ from functional.runtime.options import GENERATION, shown_options
 from functional.runtime.paths import find_programs
 from functional.runtime.redact import redacted
 from functional.runtime.worker_args import WorkerPlace, frontend_arguments, worker_arguments
-from functional.suite.data import describe_data
+from functional.suite.data import measure_data
+from functional.suite.models import find_tokenizer
 
 PLACE = WorkerPlace(Path("/MODEL"), "NAMESPACE", Path("/RUN/kv0"))
 """Stands for what only a run knows."""
@@ -41,7 +42,7 @@ def describe(recipe: Recipe, ask_engine: bool) -> dict[str, Any]:
     generation, device = recipe.policy.generation, recipe.cluster.device
     worker = worker_arguments(generation, device, PLACE)
     frontend = frontend_arguments(generation.dynamo_cfg.frontend_args, "HOST", 1, PLACE.namespace)
-    data = describe_data(recipe.data.dataset_name, recipe.grpo.num_prompts_per_step)
+    data = measure_data(recipe, find_tokenizer(recipe.policy.model_name))
     if ask_engine:
         with EngineCheck.of(recipe, find_programs().dynamo_python, Path("/")) as check:
             check.result(PARSER_TIMEOUT_S, recipe.scrub)
@@ -81,10 +82,15 @@ def _as_text(shown: dict[str, Any]) -> str:
         f"dynamo.frontend  {shlex.join(shown['frontend_argv'])}",
         f"engine's parser  {shown['engine_parser']}",
         f"data             {data['dataset_name']} ({data['source']}), sha256 {data['sha256']}",
+        f"longest prompt   {_tokens(data['longest_prompt'])}",
         "",
         OmegaConf.to_yaml(OmegaConf.create(shown["recipe"])),
     ]
     return "\n".join(lines)
+
+
+def _tokens(count: int | None) -> str:
+    return "not measured: the model is not on this machine" if count is None else f"{count} tokens"
 
 
 def _short(value: Any) -> str:

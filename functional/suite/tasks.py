@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,37 +42,83 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt's text and its only right answer."""
+    """A prompt's text and its only right answer. place: where it stands, as `FILE:LINE`."""
 
     prompt: str
     answer: str
+    place: str = field(default="", compare=False)
 
 
 def arithmetic() -> list[Question]:
     """All sums and all differences (none below zero) of two one-digit numbers, as `3+4=` and `7`: 155 questions."""
-    sums = [Question(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
-    differences = [Question(f"{a}-{b}=", str(a - b)) for a in range(10) for b in range(a + 1)]
+    sums = [Question(f"{a}+{b}=", str(a + b), "arithmetic") for a in range(10) for b in range(10)]
+    differences = [Question(f"{a}-{b}=", str(a - b), "arithmetic") for a in range(10) for b in range(a + 1)]
     return sums + differences
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Questions of a JSON Lines file of {"prompt": str, "answer": str}. Raises ValueError naming the bad line."""
-    questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-        if not isinstance(row, dict) or not all(isinstance(row.get(k), str) for k in ("prompt", "answer")):
-            raise ValueError(f'{path}:{number}: want {{"prompt": "…", "answer": "…"}} with two strings')
-        if not row["prompt"]:
-            raise ValueError(f"{path}:{number}: the prompt is empty")
-        questions.append(Question(row["prompt"], row["answer"].strip()))
+    """Questions of a JSON Lines file of {"prompt": str, "answer": str}: UTF-8, a byte order mark in front tolerated.
+
+    Raises ValueError naming the bad line.
+    """
+    questions = [
+        Question(prompt, answer, f"{path}:{number}")
+        for number, line in numbered_lines(path)
+        for prompt, answer in [read_question(line, f"{path}:{number}")]
+    ]
     if not questions:
         raise ValueError(f"{path}: no questions in it")
     return questions
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, content) of the lines that are not blank. A newline alone ends a line: the separators that
+    `str.splitlines` knows besides (U+2028, U+0085 and others) may stand in a JSON string."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip(b" \t\r\n"):
+                yield number, line
+
+
+def read_question(line: bytes, place: str) -> tuple[str, str]:
+    """(prompt, answer). Raises ValueError that begins with `place`."""
+    try:
+        row = json.loads(line.decode("utf-8"), object_pairs_hook=refuse_repeated_keys)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place}: not UTF-8: {error.reason} at byte {error.start + 1} of the line") from None
+    except RepeatedKeyError as error:
+        raise ValueError(f"{place}: the key {error.args[0]!r} stands there twice") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: not JSON: {error.msg.removesuffix(' at')} at character {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: not JSON that can be read: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f'{place}: want {{"prompt": "…", "answer": "…"}}, found {type(row).__name__}')
+    for key in ("prompt", "answer"):
+        if key not in row:
+            raise ValueError(f"{place}: the {key} is missing")
+        if not isinstance(row[key], str):
+            raise ValueError(f"{place}: the {key} must be a string, found {json.dumps(row[key])[:60]}")
+        if any("\ud800" <= character <= "\udfff" for character in row[key]):
+            raise ValueError(f"{place}: the {key} holds half of a surrogate pair, which is no text")
+    if not row["prompt"]:
+        raise ValueError(f"{place}: the prompt is empty")
+    return row["prompt"], row["answer"].strip()
+
+
+class RepeatedKeyError(Exception):
+    """The key that an object has twice."""
+
+
+def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in row:
+            raise RepeatedKeyError(key)
+        row[key] = value
+    return row
 
 
 class QuestionTask:
@@ -95,7 +142,7 @@ class QuestionTask:
 
 
 class ArithmeticTask(QuestionTask):
-    """One-digit sums and differences: what `make_model` teaches."""
+    """One-digit sums and differences: what the embedded model was taught."""
 
     def __init__(self, tokenizer: Tokenizer, num_prompts: int, seed: int) -> None:
         super().__init__(tokenizer, arithmetic(), num_prompts, seed)
@@ -118,13 +165,16 @@ class TokenSetTask:
 
     def prompts(self, step: int) -> list[Prompt]:
         numbers = step_random(self.seed, step).sample(range(1_000_000), self.num_prompts)
-        texts = [f"Write anything you like about the number {n}." for n in numbers]
-        return [Prompt(text, encode(self.tokenizer, text), None) for text in texts]
+        return [Prompt(text, encode(self.tokenizer, text), None) for text in map(token_set_prompt, numbers)]
 
     def reward(self, prompt: Prompt, completion_ids: Sequence[int], text: str) -> float:
         if not completion_ids:
             return 0.0
         return sum(i % self.modulus == 0 for i in completion_ids) / len(completion_ids)
+
+
+def token_set_prompt(number: int) -> str:
+    return f"Write anything you like about the number {number}."
 
 
 def make_task(name: str, tokenizer: Any, num_prompts: int, seed: int) -> Task:
@@ -147,6 +197,31 @@ def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     if not ids:
         raise ValueError(f"prompt {text!r} has no tokens")
     return ids
+
+
+def longest_prompt(tokenizer: Tokenizer, questions: Sequence[Question], max_model_len: int) -> int:
+    """Tokens of the longest prompt.
+
+    Raises ValueError naming the first prompt that has no tokens, or leaves no room for one more in a context of
+    `max_model_len`.
+    """
+    longest, too_long = 0, []
+    for question in questions:
+        try:
+            count = len(encode(tokenizer, question.prompt))
+        except ValueError as error:
+            raise ValueError(f"{question.place}: {error}") from None
+        longest = max(longest, count)
+        if count >= max_model_len:
+            too_long.append((question, count))
+    if too_long:
+        question, count = too_long[0]
+        more = f" (and {len(too_long) - 1} more such prompts)" if len(too_long) > 1 else ""
+        raise ValueError(
+            f"{question.place}: the prompt has {count} tokens, which leaves no room for an answer in "
+            f"policy.generation.vllm_cfg.max_model_len={max_model_len}{more}"
+        )
+    return longest
 
 
 def step_random(seed: int, step: int) -> random.Random:

@@ -17,11 +17,6 @@ EXIT_DEADLINE_S = 60
 TWO_WORKERS = ("cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_model_for_all(tmp_path_factory):
-    os.environ.setdefault("FUNCTIONAL_CACHE", str(tmp_path_factory.mktemp("models")))
-
-
 def run(out, *overrides, **environment):
     command = [sys.executable, "-m", "functional.suite.cli", "run", str(RECIPE), *overrides, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | environment)

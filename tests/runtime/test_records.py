@@ -9,7 +9,7 @@ def record(rollout):
     return RolloutRecord(
         run="r", step=1, group=0, rollout=rollout, attempt=1, policy_version=0, request_id=f"id{rollout}",
         instance_id=7, sent_at=1.0, answered_at=2.0, prompt_token_ids=(1,), token_ids=(2, 3), logprobs=(-0.1, -0.2),
-        reward=1.0, advantage=0.5, accepted=True, reason=None,
+        max_tokens=4, truncated=False, reward=1.0, advantage=0.5, accepted=True, reason=None,
     )  # fmt: skip
 
 

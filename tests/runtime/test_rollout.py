@@ -17,7 +17,7 @@ def answer(**changes):
     """An answer as Dynamo 1.3.0.post1 gives it, with `a__b=value` changes."""
     body = {
         "id": f"cmpl-{REQUEST}",
-        "choices": [{"logprobs": {"token_logprobs": [-0.5, -1.5]}, "finish_reason": "length"}],
+        "choices": [{"logprobs": {"token_logprobs": [-0.5, -1.5]}, "finish_reason": "stop"}],
         "usage": {"prompt_tokens_details": {"cached_tokens": 2}},
         "nvext": {
             "worker_id": {"decode_worker_id": 42},
@@ -84,21 +84,52 @@ def test_more_tokens_than_allowed():
     assert "2 tokens generated, 1 allowed" in (read(max_tokens=1).problem or "")
 
 
+def test_an_answer_cut_at_its_limit_is_right_and_one_cut_before_it_is_not():
+    cut = {"choices": [{"logprobs": {"token_logprobs": [-0.5, -1.5]}, "finish_reason": "length"}]}
+    whole = read(max_tokens=2)
+    assert (whole.problem, whole.max_tokens, whole.truncated) == (None, 2, False)
+    at_limit = read(max_tokens=2, **cut)
+    assert (at_limit.problem, at_limit.max_tokens, at_limit.truncated) == (None, 2, True)
+    assert "cut after 2 tokens, 3 allowed" in (read(max_tokens=3, **cut).problem or "")
+
+
+class Answering(RolloutClient):
+    """Answers every request with two tokens, and keeps what was asked."""
+
+    def __init__(self):
+        super().__init__("http://127.0.0.1:9", AdmissionGate(), vocab_size=100, max_model_len=16, timeout_s=1)
+        self.bodies = []
+
+    async def _post(self, http, body, request_id, deadline):
+        self.bodies.append(body)
+        return answer(id=f"cmpl-{request_id}", nvext__engine_data__prompt_token_ids=body["prompt"])
+
+
+def test_max_tokens_is_cut_to_what_each_prompt_leaves_of_the_context():
+    client = Answering()
+    prompts = [[1] * length for length in (1, 12, 13, 14, 15)]
+    completions = asyncio.run(client.complete_all(prompts, Sampling(4)))
+    assert [body["max_tokens"] for body in client.bodies] == [4, 4, 3, 2, 1]
+    assert [completion.max_tokens for completion in completions] == [4, 4, 3, 2, 1]
+    assert [completion.problem for completion in completions] == [None] * 4 + ["2 tokens generated, 1 allowed"]
+    assert asyncio.run(client.complete_on(7, [1] * 14, Sampling(400))).max_tokens == 2
+
+
 @pytest.mark.parametrize(
-    ("prompt", "max_tokens", "message"),
+    ("prompt", "message"),
     [
-        ([], 4, "empty"),
-        ([1, 100], 4, "token ID 100, outside the vocabulary of 100"),
-        ([-1], 4, "token ID -1"),
-        ([1] * 13, 4, "exceeds the context of 16"),
-        ([1] * 16, 1, "exceeds the context of 16"),
+        ([], "empty"),
+        ([1, 100], "token ID 100, outside the vocabulary of 100"),
+        ([-1], "token ID -1"),
+        ([1] * 16, "16 tokens leaves no room for an answer in the context of 16"),
+        ([1] * 17, "17 tokens leaves no room for an answer in the context of 16"),
     ],
 )
-def test_what_dynamo_would_answer_badly_is_not_sent(prompt, max_tokens, message):
+def test_what_dynamo_would_answer_badly_is_not_sent(prompt, message):
     # Nothing listens at this address: an attempt to send would fail with another error.
     client = RolloutClient("http://127.0.0.1:9", AdmissionGate(), vocab_size=100, max_model_len=16, timeout_s=1)
     with pytest.raises(RolloutError, match=message):
-        asyncio.run(client.complete_all([prompt], Sampling(max_tokens)))
+        asyncio.run(client.complete_all([prompt], Sampling(1)))
 
 
 def test_an_unreachable_frontend_is_one_clear_error():

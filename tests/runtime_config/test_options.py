@@ -30,7 +30,7 @@ CLASSES = [
     ("vllm_cfg.vllm_metrics_logger_interval", 0.5, "managed", "metrics_interval_s"),
     ("vllm_cfg.logprobs_mode", "processed_logprobs", "managed", "--enable-rl"),
     ("vllm_cfg.skip_tokenizer_init", "true", "unsupported", "tokenizer"),
-    ("vllm_cfg.cap_max_tokens_to_context", "true", "unsupported", "refused"),
+    ("vllm_cfg.cap_max_tokens_to_context", "true", "managed", "always cut"),
     ("vllm_cfg.enable_return_routed_experts", "true", "unsupported", "routes"),
     ("vllm_cfg.use_deep_gemm", "false", "unsupported", "low-precision"),
     ("vllm_cfg.num_last_layers_in_bf16", 0, "unsupported", "low-precision"),

@@ -66,7 +66,6 @@ REFUSED = [
     ("G.top_p=0.95", "G.top_p", "whole distribution"),
     ("G.top_k=50", "G.top_k", "whole distribution"),
     ("G.temperature=0", "G.temperature", "greater than 0"),
-    ("G.max_new_tokens=128", "G.max_new_tokens", "no room for a prompt"),
     (f"G.stop_strings={MANY}", "G.stop_strings", "33 stop strings"),
     ("G.stop_strings=['']", "G.stop_strings", "empty stop string"),
     ("G.stop_strings=stop", "G.stop_strings", "list"),

@@ -88,7 +88,7 @@ def test_a_files_hash_is_of_its_bytes(tmp_path):
     ("text", "message"),
     [
         ("not json\n", r"d\.jsonl:1: not JSON"),
-        ('{"prompt": 1, "answer": "2"}\n', "two strings"),
+        ('{"prompt": 1, "answer": "2"}\n', r"d\.jsonl:1: the prompt must be a string"),
         ("\n", "no questions"),
         ('{"prompt": "1+1=", "answer": "2"}\n', r"num_prompts_per_step=8: .* holds 1 questions only"),
     ],

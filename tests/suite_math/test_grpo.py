@@ -1,6 +1,8 @@
 """GRPO's arithmetic against values worked out by hand."""
 
 import math
+import random
+from fractions import Fraction
 
 import pytest
 import torch
@@ -63,6 +65,74 @@ def test_equal_rewards_give_exactly_zero(value):
 def test_a_group_of_one_gets_zero():
     assert not advantages(torch.tensor([[1.0], [0.0]])).any()
     assert advantages(row(1, 0)).any()
+
+
+def test_in_a_group_of_two_the_other_one_alone_has_no_deviation():
+    assert advantages(row(0.9, 0.1), use_leave_one_out_baseline=True)[0].tolist() == pytest.approx([0.8, -0.8])
+    assert advantages(row(0.3, 0.3), use_leave_one_out_baseline=True)[0].tolist() == [0, 0]
+
+
+def exact_advantages(rewards, normalize, leave_one_out):
+    """By fractions: what the deviation is, and where there is none, is beyond doubt."""
+    found = []
+    for own, reward in enumerate(rewards):
+        peers = [r for other, r in enumerate(rewards) if not leave_one_out or other != own]
+        centred = reward - sum(peers) / len(peers)
+        squares = sum((peer - sum(peers) / len(peers)) ** 2 for peer in peers)
+        if normalize and squares:
+            found.append(float(centred) / (math.sqrt(squares / (len(peers) - 1)) + 1e-6))
+        else:
+            found.append(float(centred))
+    return found
+
+
+OFFSETS = [0.0, 0.9, -7.3, 1e4 / 3, 1e8, -1e12 / 7]
+PATTERNS = {
+    "all equal": lambda n, draw: [0.0] * n,
+    "one apart": lambda n, draw: [draw.uniform(-1, 1), *[0.0] * (n - 1)],
+    "one apart by little": lambda n, draw: [1e-3, *[0.0] * (n - 1)],
+    "two values": lambda n, draw: [draw.choice([0.0, 1 / 3]) for _ in range(n)],
+    "all apart": lambda n, draw: [draw.uniform(-1, 1) for _ in range(n)],
+    "all apart by little": lambda n, draw: [draw.uniform(0, 1e-3) for _ in range(n)],
+    "far apart": lambda n, draw: [draw.choice([0.0, 1.0, 2.0, 1e6]) for _ in range(n)],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_advantages_are_exact_for_any_group(pattern, leave_one_out, dtype):
+    draw = random.Random(f"{pattern}/{leave_one_out}")
+    for size in (2, 3, 8, 17):
+        for offset in OFFSETS:
+            group = [offset + value for value in PATTERNS[pattern](size, draw)]
+            draw.shuffle(group)
+            rewards = torch.tensor([group], dtype=dtype)
+            held = [Fraction(value) for value in rewards[0].tolist()]  # what the tensor's type kept of the values
+            for normalize in (False, True):
+                got = advantages(rewards, normalize, leave_one_out)[0].tolist()
+                want = exact_advantages(held, normalize, leave_one_out)
+                assert got == pytest.approx(want, rel=1e-5, abs=1e-12), (size, offset, normalize)
+
+
+def test_a_large_group_has_no_rounding_of_its_own():
+    equal, apart = torch.full((1, 1000), 0.1), torch.full((1, 1000), 0.1)
+    apart[0, 7] = 0.2
+    for leave_one_out in (False, True):
+        assert not advantages(equal, use_leave_one_out_baseline=leave_one_out).any()
+    assert advantages(apart, use_leave_one_out_baseline=True)[0, 7].item() == pytest.approx(0.1)
+    # n equal ones and one apart by d: its mean difference is d·(n-1)/n, the deviation d/√n
+    assert advantages(apart)[0, 7].item() == pytest.approx(999 / math.sqrt(1000), rel=1e-3)
+
+
+def test_permuting_a_group_permutes_its_advantages():
+    rewards = torch.rand(5, 12, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    for leave_one_out in (False, True):
+        whole = advantages(rewards, use_leave_one_out_baseline=leave_one_out)
+        torch.testing.assert_close(
+            advantages(rewards[:, order], use_leave_one_out_baseline=leave_one_out), whole[:, order]
+        )
 
 
 def test_advantages_want_groups():

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from functional.suite.grpo import LossConfig, mean_abs_difference
-from functional.suite.model import make_model
+from functional.suite.models import ARITHMETIC_DIR
 from functional.suite.policy import Policy, Sample, collate
 
 pytestmark = pytest.mark.unit
@@ -20,12 +20,15 @@ SAMPLES = [
     ((20, 16, 20, 34), (20, 2, 0, 0, 5), -0.5),
 ]
 
+ROUNDING = 4 * 2.0**-8 * 16
+"""Nats: a few steps of bfloat16 at the largest logit. Other shapes and processors sum in another order."""
+SAME = 0.05
+"""Relative: figures of one batch, computed with gradients or without, in one part or two, differ by less."""
+
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    out = tmp_path_factory.mktemp("model") / "tiny"
-    make_model(out, steps=5)
-    return out
+def model_dir():
+    return ARITHMETIC_DIR
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,7 @@ def test_logprobs_are_the_model_s_own_whatever_the_padding(model_dir, samples, t
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *completion]])).logits[0].float() / temperature
         want = [float(torch.log_softmax(logits[len(prompt) - 1 + t], -1)[i]) for t, i in enumerate(completion)]
-        assert got[row, : len(completion)].tolist() == pytest.approx(want, abs=0.02)
+        assert got[row, : len(completion)].tolist() == pytest.approx(want, abs=ROUNDING / temperature)
         assert got[row, len(completion) :].tolist() == [0.0] * (got.shape[1] - len(completion))
 
 
@@ -95,7 +98,7 @@ def test_a_step_moves_the_samples_the_way_of_their_advantages(model_dir, samples
     assert metrics["logp_noise"] < 0.01
     assert metrics["logp_shift_over_noise"] > 10
     assert metrics["tokens"] == 11
-    assert metrics["ratio"] == 1
+    assert metrics["ratio"] == pytest.approx(1, abs=SAME)
     assert math.isfinite(metrics["grad_norm"])
     assert metrics["grad_norm"] > 0
 
@@ -140,8 +143,8 @@ def test_micro_batches_make_the_same_step(model_dir, samples, token_level):
     config = LossConfig(token_level_loss=token_level)
     whole, parts = Policy(model_dir), Policy(model_dir, micro_batch_size=3)
     one, other = (p.train_step(collate(samples), config) for p in (whole, parts))
-    assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
-    assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.02)  # bfloat16 gradients, summed differently
+    assert other["loss"] == pytest.approx(one["loss"], rel=SAME)
+    assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=SAME)
 
 
 def test_snapshot_and_restore(model_dir, samples):
@@ -161,9 +164,9 @@ def test_reference_stays_and_its_penalty_counts(model_dir, samples):
     policy, batch = Policy(model_dir, lr=1e-2, keep_reference=True), collate(samples)
     before = policy.logprobs(batch)
     config = LossConfig(reference_policy_kl_penalty=0.1)
-    assert policy.train_step(batch, config)["kl_reference"] == 0
+    assert policy.train_step(batch, config)["kl_reference"] == pytest.approx(0, abs=SAME**2)
     assert torch.equal(policy.reference_logprobs(batch), before)
-    assert policy.train_step(batch, config)["kl_reference"] > 0
+    assert policy.train_step(batch, config)["kl_reference"] > SAME
     with pytest.raises(ValueError, match="keep_reference"):
         Policy(model_dir).reference_logprobs(batch)
     with pytest.raises(ValueError, match="reference policy"):
@@ -189,7 +192,7 @@ def test_greedy_temperature_and_unknown_optimizer_are_refused(model_dir):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_step_on_a_gpu(model_dir, samples):
     policy, batch = Policy(model_dir, "cuda", lr=1e-3), collate(samples)
-    assert mean_abs_difference(policy.logprobs(batch), batch.generation_logprobs, batch.mask) < 0.03
+    assert mean_abs_difference(policy.logprobs(batch), batch.generation_logprobs, batch.mask) < ROUNDING
     metrics = policy.train_step(batch, LossConfig())
     assert metrics["logp_shift"] > 0.01
     assert all(tensor.is_cuda for _, tensor in policy.named_tensors())

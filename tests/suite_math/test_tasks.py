@@ -5,8 +5,17 @@ import json
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from functional.suite.model import tiny_tokenizer, wide_tokenizer
-from functional.suite.tasks import ArithmeticTask, QuestionTask, TokenSetTask, arithmetic, make_task
+from functional.suite.tasks import (
+    ArithmeticTask,
+    Question,
+    QuestionTask,
+    TokenSetTask,
+    arithmetic,
+    longest_prompt,
+    make_task,
+    read_questions,
+)
+from functional.suite.vocabulary import tiny_tokenizer, wide_tokenizer
 
 pytestmark = pytest.mark.unit
 
@@ -68,20 +77,82 @@ def test_questions_of_a_local_file(tokenizer, tmp_path):
     assert task.reward(prompts[0], tokenizer.encode(str(prompts[0].answer), add_special_tokens=False), "") == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("nonsense", "not JSON"),
-        ('{"prompt": "a"}', "two strings"),
-        ("[]", "two strings"),
-        ('{"prompt":"","answer":"x"}', "empty"),
-    ],
-)
+@pytest.mark.parametrize("code", [0x2028, 0x2029, 0x85, 0x1F600, 0xFEFF])
+def test_only_a_newline_ends_a_line(tmp_path, code):
+    path = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"one{chr(code)}two {i}", "answer": "3"} for i in range(3)]
+    path.write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in rows), encoding="utf-8", newline="")
+    assert [q.prompt for q in read_questions(path)] == [r["prompt"] for r in rows]
+
+
+def test_a_byte_order_mark_carriage_returns_and_blank_lines_are_tolerated_and_lines_counted(tmp_path):
+    path = tmp_path / "data.jsonl"
+    row = json.dumps({"prompt": "a\u000b\u001c", "answer": "b"}).encode()
+    path.write_bytes(b"\xef\xbb\xbf" + row + b"\r\n \t\r\n\n" + row)
+    assert [(q.prompt, q.place) for q in read_questions(path)] == [
+        ("a\x0b\x1c", f"{path}:1"),
+        ("a\x0b\x1c", f"{path}:4"),
+    ]
+
+
+GOOD = b'{"prompt": "a", "answer": "b"}'
+BAD_LINES = [
+    (b"nonsense", "not JSON: Expecting value at character 1"),
+    (GOOD + GOOD, "not JSON: Extra data at character 31"),
+    (GOOD + b"\r" + GOOD, "not JSON: Extra data"),
+    (b"\xef\xbb\xbf" + GOOD, "not JSON: .*BOM"),
+    (b"\x0c", "not JSON"),
+    (b'{"prompt": "a\x0bb", "answer": "c"}', "not JSON: Invalid control character at character 14"),
+    (b"[" * 100_000, "not JSON that can be read"),
+    (b"[" + b"1" * 10_000 + b"]", "not JSON that can be read"),
+    (b"\xff\xfe{", "not UTF-8: invalid start byte at byte 1 of the line"),
+    (b'{"prompt": "caf\xe9", "answer": "x"}', "not UTF-8: .* at byte 16 of the line"),
+    (b"[]", "found list"),
+    (b"null", "found NoneType"),
+    (b'{"prompt": "a"}', "the answer is missing"),
+    (b'{"answer": "a"}', "the prompt is missing"),
+    (b'{"prompt": null, "answer": "a"}', "the prompt must be a string, found null"),
+    (b'{"prompt": "1+1=", "answer": 2}', "the answer must be a string, found 2"),
+    (b'{"prompt": "", "answer": "x"}', "the prompt is empty"),
+    (b'{"prompt": "a", "prompt": "b", "answer": "x"}', "the key 'prompt' stands there twice"),
+    (b'{"prompt": "a", "answer": "x", "more": {"k": 1, "k": 2}}', "the key 'k' stands there twice"),
+    (b'{"prompt": "\\ud83d", "answer": "x"}', "the prompt holds half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("line", "complaint"), BAD_LINES, ids=[complaint[:24] for _, complaint in BAD_LINES])
 def test_a_bad_line_is_named(tokenizer, tmp_path, line, complaint):
     path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "a", "answer": "b"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=rf"data\.jsonl:2: .*{complaint}"):
+    path.write_bytes(GOOD + b"\n" + line + b"\n")
+    with pytest.raises(ValueError, match=rf"data\.jsonl:2: .*{complaint}") as refusal:
         make_task(str(path), tokenizer, 1, seed=0)
+    assert len(str(refusal.value)) < 300 + len(str(path))
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf"])
+def test_a_file_without_questions_is_refused(tmp_path, content):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"data\.jsonl: no questions in it"):
+        read_questions(path)
+
+
+def test_prompts_are_measured_and_one_that_fills_the_context_is_named(tokenizer):
+    questions = [Question("1" * length, "1", f"q.jsonl:{length}") for length in (3, 7, 5)]
+    assert longest_prompt(tokenizer, questions, 8) == 7
+    with pytest.raises(ValueError, match=r"^q\.jsonl:7: the prompt has 7 tokens.*max_model_len=7$"):
+        longest_prompt(tokenizer, questions, 7)
+    with pytest.raises(ValueError, match=r"^q\.jsonl:7: .*max_model_len=5 \(and 1 more such prompts\)$"):
+        longest_prompt(tokenizer, questions, 5)
+
+
+def test_a_prompt_without_tokens_is_named():
+    class Mute:
+        def encode(self, text, *, add_special_tokens):
+            return []
+
+    with pytest.raises(ValueError, match=r"^q\.jsonl:3: prompt 'x' has no tokens$"):
+        longest_prompt(Mute(), [Question("x", "y", "q.jsonl:3")], 8)
 
 
 def test_unknown_tasks_and_sizes_are_refused(tokenizer, tmp_path):

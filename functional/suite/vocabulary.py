@@ -1,0 +1,89 @@
+"""Tokenizers of the built-in models, and the text their chat template makes. Imports neither torch nor transformers.
+
+A tokenizer here is a `tokenizers.Tokenizer`; `PlainTokenizer` gives it the methods of a Hugging Face one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+END_OF_TEXT, TURN_START, TURN_END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+TINY_VOCAB, QWEN3_VOCAB = 128, 151936
+
+
+class PlainTokenizer:
+    """A tokenizer with the part of a Hugging Face tokenizer's interface that `tasks.Tokenizer` names."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The one of a model directory, as `write_model` saved it."""
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """One token a character: newline and printable ASCII; 128 IDs with the special and reserved ones."""
+    characters = ["\n", *map(chr, range(32, 127))]
+    special = [END_OF_TEXT, TURN_START, TURN_END, UNKNOWN]
+    reserved = [f"<|reserved_{i}|>" for i in range(TINY_VOCAB - len(special) - len(characters))]
+    vocabulary = {token: i for i, token in enumerate([*special, *characters, *reserved])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([special_token(t) for t in [*special, *reserved]])
+    return tokenizer
+
+
+def wide_tokenizer(vocab_size: int) -> Tokenizer:
+    """Byte-level, with lower-case words of one to four letters (after a space) for the IDs that bytes leave free.
+
+    Qwen3's special tokens keep their IDs (151643…); what follows them is reserved. Every ID decodes, and a text of
+    such words encodes to the IDs it was decoded from.
+    """
+    first_special = 151643
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    base = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words: list[str] = []
+    level = [""]
+    while len(base) + len(words) < first_special:
+        level = [word + letter for word in level for letter in letters]
+        words += level[: first_special - len(base) - len(words)]
+    vocabulary = {token: i for i, token in enumerate([*base, *("Ġ" + word for word in words)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [END_OF_TEXT, TURN_START, TURN_END]
+    reserved = [f"<|reserved_{i}|>" for i in range(vocab_size - first_special - len(special))]
+    tokenizer.add_special_tokens([special_token(t) for t in [*special, *reserved]])
+    return tokenizer
+
+
+def special_token(text: str) -> AddedToken:
+    return AddedToken(text, special=True, normalized=False)
+
+
+def chat_prompt(text: str) -> str:
+    """What CHAT_TEMPLATE makes of one user message."""
+    return f"{TURN_START}user\n{text}{TURN_END}\n{TURN_START}assistant\n"
