@@ -22,14 +22,11 @@ def check_seeds(checks: Checklist, workers: Sequence[Worker], complete: Callable
     answers = [(worker.index, complete(worker)) for worker in workers]
     equal = [(a, b) for a, b in combinations(answers, 2) if a[1].token_ids == b[1].token_ids]
     same = [f"workers {a[0]} and {b[0]}" for a, b in equal if math.exp(sum(a[1].logprobs)) < CHANCE]
+    different = len({answer.token_ids for _, answer in answers})
     tokens = min(len(answer.token_ids) for _, answer in answers)
-    checks.add(
-        "sampling.seeds_differ",
-        not same,
-        f"{', '.join(same)} answer one prompt with the same tokens, which differing seeds hardly do"
-        if same
-        else f"{len(workers)} workers answer one prompt with {len(answers) - len(equal)} different answers of "
-        f"{tokens} tokens or more" + (", the others too likely to tell by" if equal else ""),
-        workers=len(workers),
-        equal=len(equal),
-    )
+    if same:
+        detail = f"{', '.join(same)} answer one prompt with the same tokens, which engines of two seeds hardly do"
+    else:
+        detail = f"{len(workers)} workers answer one prompt with {different} answers of {tokens} tokens or more"
+        detail += ", the equal ones too likely to tell by" if equal else ""
+    checks.add("sampling.seeds_differ", not same, detail, workers=len(workers), different=different)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -10,10 +11,25 @@ import pytest
 from functional.runtime.identity import Attempt, join
 from functional.runtime.paths import functional_home
 from functional.runtime.records import read_records
+from functional.runtime.seeds import engine_seed
 from functional.suite.faults import CASES, run_case
 
 RECIPE = functional_home() / "recipes" / "grpo_cpu.yaml"
 EXIT_DEADLINE_S = 60
+FOREIGN = {
+    "ETCD_NAME": "node7",
+    "ETCD_PORT": "tcp://10.96.0.9:2379",
+    "NATS_SERVER": "nats://10.96.0.9:4222",
+    "DYN_DISCOVERY_BACKEND": "file",
+    "VLLM_PORT": "tcp://10.96.0.9:8000",
+    "PROMETHEUS_MULTIPROC_DIR": "/nowhere",
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "HTTP_PROXY": "http://127.0.0.1:9",
+    "http_proxy": "http://127.0.0.1:9",
+    "ALL_PROXY": "http://127.0.0.1:9",
+}
+"""What a caller's shell or pod may hold of other programs' settings."""
 TWO_WORKERS = ("cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2")
 
 
@@ -29,6 +45,11 @@ def run(out, *overrides, **environment):
     return json.loads((out / "report.json").read_text())
 
 
+def logged_seeds(log):
+    """What the engine itself says its seed is."""
+    return {int(seed) for seed in re.findall(r"\bseed=(\d+)", log.read_text(errors="replace"))}
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_it_ends_clearly_and_leaves_nothing(name, tmp_path):
@@ -38,10 +59,13 @@ def test_it_ends_clearly_and_leaves_nothing(name, tmp_path):
 
 @pytest.mark.road
 def test_two_workers_under_kv_routing(tmp_path):
-    """On a machine whose GPUs are hidden, too: the devices are virtual."""
-    report = run(tmp_path / "out", *TWO_WORKERS, CUDA_VISIBLE_DEVICES="")
+    """On a machine whose GPUs are hidden, too: the devices are virtual. And whatever else the caller has set."""
+    report = run(tmp_path / "out", *TWO_WORKERS, CUDA_VISIBLE_DEVICES="", **FOREIGN)
     passed = {check["name"] for check in report["checks"] if check["passed"]}
     assert {"routing.every_worker_served", "routing.shared_prefix_overlaps", "routing.no_overlap_after_clear"} <= passed
+    assert "sampling.seeds_differ" in passed
+    seeds = [logged_seeds(tmp_path / "out" / "logs" / f"worker-{slot}.log") for slot in range(2)]
+    assert seeds == [{engine_seed(42, 0, 0)}, {engine_seed(42, 1, 0)}]
     assert len(report["topology"]["workers"]) == 2
     assert all(len(refit["probes"]) == 2 for refit in report["refits"])
 
