@@ -57,10 +57,10 @@ def is_inherited(name: str) -> bool:
 
 def left_out() -> list[str]:
     """Variables of this process that an engine, etcd or NATS would have heeded, and that the fleet does not get."""
-    own = ("RAY_", "PYTHON", "DYNAMO_")  # of the trainer's side, and this kit's own
-    given = {"CUDA_VISIBLE_DEVICES"}  # Ray heeds it, and gives each worker its part
+    trainers = ("RAY_", "PYTHON", "DYNAMO_")
+    heeded = {"CUDA_VISIBLE_DEVICES", "ETCD_BIN", "NATS_SERVER_BIN"}  # by Ray, and by `paths`
     return sorted(
-        name for name in os.environ if not is_inherited(name) and not name.startswith(own) and name not in given
+        name for name in os.environ if not is_inherited(name) and not name.startswith(trainers) and name not in heeded
     )
 
 

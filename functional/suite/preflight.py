@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from functional.runtime.config import Recipe, load_recipe
 from functional.runtime.errors import ConfigError
@@ -21,9 +22,10 @@ def _data(recipe: Recipe) -> Iterator[Problem]:
     try:
         describe_data(name, prompts)
     except ConfigError as error:
-        for key, value in (("data.dataset_name", name), ("grpo.num_prompts_per_step", prompts)):
-            message = str(error).removeprefix(f"{key}={value!r}: ")
-            if message != str(error):
-                yield Problem(key, value, message)
-                return
-        raise
+        yield _as_problem(str(error), {"data.dataset_name": name, "grpo.num_prompts_per_step": prompts})
+
+
+def _as_problem(error: str, values: dict[str, Any]) -> Problem:
+    """An error that begins with `KEY=VALUE: `, the key one of `values`."""
+    key = next(key for key in values if error.startswith(f"{key}={values[key]!r}: "))
+    return Problem(key, values[key], error.removeprefix(f"{key}={values[key]!r}: "))

@@ -18,7 +18,6 @@ policy:
     temperature: 2.5
     top_p: 0.95
     top_k: 50
-    max_new_tokens: 128
     dynamo_cfg:
       engine: vllm
       metrics_interval_s: 5
@@ -54,7 +53,6 @@ EXPECTED = {
     f"{G}.temperature": "from 0.01 to 2",
     f"{G}.top_p": "whole distribution",
     f"{G}.top_k": "whole distribution",
-    f"{G}.max_new_tokens": "no room for a prompt",
     f"{G}.dynamo_cfg.frontend_args.router_mode": "'kv'",
     f"{G}.dynamo_cfg.worker_args.extra_cli_args": "grpo.seed",
     f"{G}.vllm_cfg.tensor_parallel_size": "one rank only",
@@ -108,14 +106,13 @@ def test_functional_config_names_all_of_them_for_programs(faulty):
 
 
 def test_a_rule_that_needs_a_key_at_fault_says_nothing(load):
-    """Neither the default nor anything else stands in for it: 600 tokens fit or do not, nobody knows."""
+    """Neither its default nor anything else stands in for it: eight engines may fit there or not, nobody knows."""
+    eight = "G.colocated.resources.gpus_per_node=8"
     with pytest.raises(RecipeError) as caught:
-        load("G.vllm_cfg.max_model_len=many", "G.max_new_tokens=600", "cluster.gpus_per_node=none", "grpo.seed=x")
-    assert [problem.key for problem in caught.value.problems] == [
-        "policy.generation.vllm_cfg.max_model_len",
-        "grpo.seed",
-        "cluster.gpus_per_node",
-    ]
+        load(eight, "cluster.gpus_per_node=many", "grpo.seed=x")
+    assert [problem.key for problem in caught.value.problems] == ["grpo.seed", "cluster.gpus_per_node"]
+    with pytest.raises(RecipeError, match="need 9"):
+        load(eight, "grpo.seed=x")
 
 
 @pytest.mark.parametrize(
