@@ -375,13 +375,18 @@ def _read(plain: dict[str, Any], unresolved: list[Problem]) -> tuple[Recipe, lis
                     unread.add(key)
         else:
             break
-    for *parents, name in unread:
-        section: Any = recipe
-        for parent in parents:
-            section = section.__dict__.get(parent)
-        if section is not None:
-            section.__dict__.pop(name, None)
+    for key in sorted(unread, key=len):  # a section before what was in it: then nothing of a default is touched
+        _forget(recipe, key)
     return recipe, list(problems.values())
+
+
+def _forget(section: Section, key: Sequence[str]) -> None:
+    """Take the value of a key out of a recipe that was just read."""
+    name, *within = key
+    if not within:
+        section.__dict__.pop(name, None)
+    elif name in section.__dict__:
+        _forget(section.__dict__[name], within)
 
 
 def _leave_out(rest: Any, where: Sequence[Any]) -> tuple[str, ...] | None:
@@ -391,7 +396,10 @@ def _leave_out(rest: Any, where: Sequence[Any]) -> tuple[str, ...] | None:
     """
     model: Any = Recipe
     section, depth = rest, 0
-    while depth < len(where) - 1 and (inner := _section_of(model.model_fields.get(where[depth]))) is not None:
+    while depth < len(where) - 1:
+        inner = _section_of(model.model_fields.get(where[depth]))
+        if inner is None or not isinstance(section.get(where[depth]), dict):
+            break
         model, section, depth = inner, section[where[depth]], depth + 1
     name, within = where[depth], where[depth + 1 :]
     if within and isinstance(section.get(name), dict):

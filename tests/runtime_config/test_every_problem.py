@@ -1,10 +1,13 @@
 """Everything that is wrong with a recipe is said at once, and nothing that is not."""
 
 import json
+import math
+import random
 import subprocess
 import sys
 
 import pytest
+from omegaconf import OmegaConf
 
 from functional.runtime.config import Recipe, RecipeError, load_recipe
 from functional.runtime.errors import ConfigError
@@ -162,3 +165,36 @@ def test_an_override_that_cannot_be_read_is_one_line(recipe_path, override):
         load_recipe(recipe_path, [override])
     assert override.partition("=")[0] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+JUNK = [None, 7, -1, "x", "", [], [1], ["a", None, {}], {}, {"a": 1}, {1: 2}, True, math.nan, math.inf]
+JUNK += ["${nothing}", "${oc.env:NO_SUCH}", {"a": "${nothing}"}, ["${nothing}"]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_stands_in_a_recipe_is_taken_or_refused_in_one_line(tmp_path, load, seed):
+    dice, path = random.Random(seed), tmp_path / "junk.yaml"
+    for _ in range(25):
+        recipe = load().model_dump()
+        keys = list(keys_of(recipe))
+        for section, key in dice.sample(keys, dice.choice((1, 2, 3, 6))):
+            section[key] = dice.choice(JUNK)
+        path.write_text(OmegaConf.to_yaml(OmegaConf.create(recipe)))
+        assert "\n" not in refusal(path)
+
+
+def refusal(path):
+    """The error of a recipe that is refused; nothing for one that is taken."""
+    try:
+        load_recipe(path)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def keys_of(section):
+    """Every key of a recipe, with the mapping it stands in."""
+    for key, value in section.items():
+        yield section, key
+        if isinstance(value, dict):
+            yield from keys_of(value)
