@@ -317,6 +317,7 @@ class Session:
     def _train(self, parts: Parts) -> None:
         steps, fleet = self.recipe.grpo.max_num_steps, parts.fleet
         self._refit(parts, 0)
+        self._check_seeds(parts)
         self.report["sockets"] = [asdict(s) for s in verdicts.check_sockets(self.checks)]
         for step in range(1, steps + 1):
             self._step(parts, step)
@@ -325,7 +326,6 @@ class Session:
         prompts = [prompt.token_ids for prompt in parts.task.prompts(steps + 1)]
         verdicts.check_post_update(self.checks, self._generate(parts, prompts, steps + 1), str(parts.refit.version))
         self._check_overlap(parts)
-        self._check_seeds(parts)
         verdicts.check_routing(self.checks, fleet, parts.records.instance_ids)
         fleet.check_membership()
         parts.telemetry.poll()
@@ -373,7 +373,10 @@ class Session:
         verdicts.check_overlap(self.checks, warm, routed())
 
     def _check_seeds(self, parts: Parts) -> None:
-        """One prompt to every worker, at temperature 1 whatever the recipe's, as long as an answer may be."""
+        """One prompt to every worker, at temperature 1 whatever the recipe's, as long as an answer may be.
+
+        Before any rollout: until then all engines have drawn as many random numbers, and with one seed the same.
+        """
         prompt = parts.task.prompts(1)[0].token_ids
         room = self.recipe.policy.generation.vllm_cfg.max_model_len - len(prompt)
         sampling = Sampling(min(room, SEED_TOKENS), ignore_eos=True)
