@@ -4,18 +4,29 @@ What single keys may hold is said here; what keys may hold together is in `rules
 `options`.
 """
 
-from collections.abc import Iterator
+import copy
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from functional.runtime.errors import ConfigError
 from functional.runtime.options import classify, nearest_key
 from functional.runtime.redact import redacted, scrub
-from functional.runtime.rules import Problem, find_cautions, find_problems, find_unsendable
+from functional.runtime.rules import (
+    RULES,
+    Problem,
+    Rule,
+    UnreadKeyError,
+    find_cautions,
+    find_problems,
+    find_unsendable,
+)
 
 RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted"]
 
@@ -27,6 +38,7 @@ GENERATION_HINTS = {
     "dynamo_cfg.metrics_exclude_prefixes": "set metrics_worker_prefixes and metrics_frontend_prefixes instead",
     "vllm_cfg.precision": "generation runs in bfloat16 only",
     "vllm_cfg.kv_cache_dtype": "the cache has the model's precision, set auto",
+    "temperature": "must be from 0.01 to 2: Dynamo's API takes none above, and vLLM raises lower ones to 0.01 unseen",
     "top_p": "must be 1.0: the trainer scores the whole distribution",
     "top_k": "must be null: the trainer scores the whole distribution",
 }
@@ -37,17 +49,26 @@ HINTS = {f"policy.generation.{key}": hint for key, hint in GENERATION_HINTS.item
 class Section(BaseModel):
     """Unknown keys are errors, so that a misspelt option never passes unseen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+
+    if not TYPE_CHECKING:  # to mypy every attribute would be there
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for a key that has no value, because the one it was given is at fault (see `_read`)."""
+            if name in type(self).model_fields:
+                raise UnreadKeyError(name)
+            return super().__getattr__(name)
 
 
 class OpenSection(Section):
     """Unknown keys are kept: `options` and `rules` say what becomes of them."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="allow", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
     def options(self) -> dict[str, Any]:
         """Every key, declared or not, with its value."""
-        return {name: getattr(self, name) for name in type(self).model_fields} | (self.model_extra or {})
+        declared = {name: getattr(self, name) for name in type(self).model_fields if name in self.__dict__}
+        return declared | (self.model_extra or {})
 
 
 class WorkerArgs(Section):
@@ -93,7 +114,10 @@ class DynamoConfig(Section):
 
 
 class VllmConfig(OpenSection):
-    """`policy.generation.vllm_cfg`. `env_vars` go to every worker; write a secret there as `${oc.env:NAME}`."""
+    """`policy.generation.vllm_cfg`. `env_vars` go to every worker; write a secret there as `${oc.env:NAME}`.
+
+    vllm_metrics_logger_interval: NeMo RL's name for `dynamo_cfg.metrics_interval_s`; seconds.
+    """
 
     tensor_parallel_size: int = Field(1, ge=1)
     pipeline_parallel_size: int = Field(1, ge=1)
@@ -104,6 +128,8 @@ class VllmConfig(OpenSection):
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
     load_format: Literal["auto", "dummy"] = "dummy"
     enforce_eager: bool = True
+    enable_vllm_metrics_logger: bool = True
+    vllm_metrics_logger_interval: float | None = Field(None, gt=0)
     env_vars: dict[str, str] = {}
 
 
@@ -129,15 +155,22 @@ class GenerationConfig(OpenSection):
 
     backend: Literal["dynamo"] = "dynamo"
     max_new_tokens: int = Field(8, ge=1)
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.01, le=2)
     top_p: float = Field(1.0, ge=1, le=1)
     top_k: None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     stop_strings: list[str] | None = None
     dynamo_cfg: DynamoConfig = DynamoConfig()
     vllm_cfg: VllmConfig = VllmConfig()
     vllm_kwargs: VllmKwargs = VllmKwargs()
     colocated: Colocated = Colocated()
+
+    @property
+    def metrics_interval_s(self) -> float | None:
+        """Seconds from one reading of the fleet's metrics to the next; None when they are read at the end only."""
+        if not self.vllm_cfg.enable_vllm_metrics_logger:
+            return None
+        return self.vllm_cfg.vllm_metrics_logger_interval or self.dynamo_cfg.metrics_interval_s
 
 
 class OptimizerConfig(Section):
@@ -165,13 +198,14 @@ class GrpoConfig(Section):
     seed: int = 42
 
 
-class LossConfig(Section):
-    """`loss_fn`, the names NeMo RL's recipes use."""
+class LossConfig(OpenSection):
+    """`loss_fn`, the names NeMo RL's recipes use. `rules` says which combinations the suite's trainer can do."""
 
     ratio_clip_min: float = Field(0.2, ge=0)
     ratio_clip_max: float = Field(0.2, ge=0)
     reference_policy_kl_penalty: float = Field(0.0, ge=0)
     use_importance_sampling_correction: bool = True
+    truncated_importance_sampling_type: str | None = None
     truncated_importance_sampling_ratio: float | None = Field(2.0, gt=0)
     token_level_loss: bool = True
 
@@ -273,28 +307,114 @@ class RecipeError(ConfigError):
         self.problems = problems
 
 
-def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
+def load_recipe(path: Path, overrides: list[str] | None = None, rules: Sequence[Rule] = RULES) -> Recipe:
     """Read `path`, its parents (`defaults:`, relative to it) and dot-list `overrides`.
 
-    Raises ConfigError, one line, naming file, key path and value; RecipeError when keys are the cause.
+    Raises ConfigError, one line, naming file, key path and value; RecipeError, with every problem of keys and rules,
+    when keys are the cause.
     """
     merged = _read_with_parents(path, ())
     try:
-        if overrides:
-            for override in overrides:
-                if "=" not in override:
-                    raise ConfigError(f"override {override!r}: expected key=value, for example grpo.max_num_steps=3")
-            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(overrides))
-        plain = OmegaConf.to_container(merged, resolve=True)
+        for override in overrides or ():
+            merged = _merge(f"override {override.partition('=')[0]}", merged, _read_override(override))
+        plain, unresolved = _resolve(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
-    try:
-        recipe = Recipe.model_validate(plain)
-    except ValidationError as error:
-        raise RecipeError(path, [_problem(detail) for detail in error.errors()]) from error
-    if problems := find_problems(recipe):
+    recipe, problems = _read(plain, unresolved)
+    problems += find_problems(recipe, rules)
+    if problems:
         raise RecipeError(path, problems)
     return recipe
+
+
+def _read_override(override: str) -> Any:
+    key, equals, _ = override.partition("=")
+    if not equals:
+        raise ConfigError(f"override {override!r}: expected key=value, for example grpo.max_num_steps=3")
+    try:
+        return OmegaConf.from_dotlist([override])
+    except Exception as error:  # the value stays out of the message: it may be a secret
+        raise ConfigError(f"override {key}=…: its value is no YAML: {_one_line(error)}") from error
+
+
+def _resolve(merged: Any) -> tuple[dict[str, Any], list[Problem]]:
+    """The recipe as plain data, and the keys whose `${…}` leads nowhere; these are null in it."""
+    unresolved: list[Problem] = []
+    while True:
+        try:
+            return OmegaConf.to_container(merged, resolve=True), unresolved
+        except InterpolationResolutionError as error:
+            key = error.full_key
+            if not key or key in [problem.key for problem in unresolved]:
+                raise
+            unresolved.append(Problem(key, None, _one_line(error).split(" full_key:")[0], has_value=False))
+            OmegaConf.update(merged, key, None)
+
+
+def _read(plain: dict[str, Any], unresolved: list[Problem]) -> tuple[Recipe, list[Problem]]:
+    """The recipe as far as it can be read, and what is wrong with its single keys.
+
+    A key at fault is left out of the recipe, not replaced by its default: a rule that asks for it has nothing to judge,
+    while all other rules are judged.
+    """
+    rest = copy.deepcopy(plain)
+    problems: dict[tuple[int | str, ...], Problem] = {}
+    unread: set[tuple[str, ...]] = set()
+    for problem in unresolved:
+        where = tuple(re.split(r"[.\[]", problem.key))
+        problems[where] = problem
+        if key := _leave_out(rest, where):
+            unread.add(key)
+    while True:
+        try:
+            recipe = Recipe.model_validate(rest)
+        except ValidationError as error:
+            for detail in error.errors():
+                problems.setdefault(detail["loc"], _problem(detail))
+                if key := _leave_out(rest, detail["loc"]):
+                    unread.add(key)
+        else:
+            break
+    for key in sorted(unread, key=len):  # a section before what was in it: then nothing of a default is touched
+        _forget(recipe, key)
+    return recipe, list(problems.values())
+
+
+def _forget(section: Section, key: Sequence[str]) -> None:
+    """Take the value of a key out of a recipe that was just read."""
+    name, *within = key
+    if not within:
+        section.__dict__.pop(name, None)
+    elif name in section.__dict__:
+        _forget(section.__dict__[name], within)
+
+
+def _leave_out(rest: Any, where: Sequence[Any]) -> tuple[str, ...] | None:
+    """Take what pydantic has found fault with out of `rest`; a required key gets a stand-in.
+
+    Returns the path of the key that has no value now; None for an unknown key, and for one entry of a mapping.
+    """
+    model: Any = Recipe
+    section, depth = rest, 0
+    while depth < len(where) - 1:
+        inner = _section_of(model.model_fields.get(where[depth]))
+        if inner is None or not isinstance(section.get(where[depth]), dict):
+            break
+        model, section, depth = inner, section[where[depth]], depth + 1
+    name, within = where[depth], where[depth + 1 :]
+    if within and isinstance(section.get(name), dict):
+        section[name].pop(within[0], None)
+        return None
+    field = model.model_fields.get(name)
+    if field is not None and field.is_required():
+        section[name] = {} if _section_of(field) else _STAND_INS[field.annotation]
+    else:
+        section.pop(name, None)
+    return None if field is None else tuple(where[: depth + 1])
+
+
+_STAND_INS: dict[Any, Any] = {str: "", float: 1.0}
+"""Values for required keys, by type: only a reading that fails uses them, and no rule sees them."""
 
 
 def _problem(detail: Any) -> Problem:
@@ -317,14 +437,18 @@ def _is_tag(part: Any) -> bool:
 def _known_keys(where: list[str]) -> Iterator[str]:
     model: Any = Recipe
     for name in where:
-        field = model.model_fields.get(name) if isinstance(model, type) and issubclass(model, BaseModel) else None
-        if field is None:
-            return
-        candidates = [field.annotation, *get_args(field.annotation)]
-        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        model = _section_of(model.model_fields.get(name))
         if model is None:
             return
     yield from model.model_fields
+
+
+def _section_of(field: FieldInfo | None) -> Any:
+    """The model that a field holds, None for a field of another kind or an unknown one."""
+    if field is None:
+        return None
+    candidates = [field.annotation, *get_args(field.annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
 def _read_with_parents(path: Path, seen: tuple[Path, ...]) -> Any:
@@ -343,7 +467,14 @@ def _read_with_parents(path: Path, seen: tuple[Path, ...]) -> Any:
     if parents is None:
         return own
     names = [parents] if isinstance(parents, str) else list(parents)
-    return OmegaConf.merge(*[_read_with_parents(path.parent / name, (*seen, resolved)) for name in names], own)
+    return _merge(str(path), *[_read_with_parents(path.parent / name, (*seen, resolved)) for name in names], own)
+
+
+def _merge(source: str, *parts: Any) -> Any:
+    try:
+        return OmegaConf.merge(*parts)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{source}: a list cannot replace a section, nor a section a list") from error
 
 
 def _one_line(error: Exception) -> str:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from functional.runtime.environment import inherited_environment, program_environment
 from functional.runtime.errors import ConfigError
-from functional.runtime.worker_args import WorkerPlace, frontend_arguments, inherited_environment, worker_arguments
+from functional.runtime.seeds import engine_seed
+from functional.runtime.worker_args import WorkerPlace, frontend_arguments, worker_arguments
 
 if TYPE_CHECKING:
     from functional.runtime.config import Recipe
@@ -39,9 +41,10 @@ print("ANSWER " + json.dumps(answer))
 """Runs in Dynamo's environment: the arguments of both programs through their own parsers and cross-checks."""
 
 
-def parser_environment(device: str) -> dict[str, str]:
-    """What the fleet's programs inherit; no devices on CPU."""
-    return inherited_environment() | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+def parser_environment(device: str, env_vars: Mapping[str, str]) -> dict[str, str]:
+    """What a worker gets from caller and recipe; no devices on CPU."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return program_environment("127.0.0.1", inherited_environment(), env_vars, hidden)
 
 
 class EngineCheck:
@@ -65,9 +68,10 @@ class EngineCheck:
     def of(cls, recipe: "Recipe", python: Path, model_dir: Path) -> Self:
         """Start on the command lines a recipe's fleet will have; what only the fleet knows is stood in for."""
         generation, device = recipe.policy.generation, recipe.cluster.device
-        worker = worker_arguments(generation, device, WorkerPlace(model_dir, "namespace", Path("/run/kv0")))
+        place = WorkerPlace(model_dir, "namespace", Path("/run/kv0"), engine_seed(recipe.grpo.seed, 0, 0))
+        worker = worker_arguments(generation, device, place)
         frontend = frontend_arguments(generation.dynamo_cfg.frontend_args, "127.0.0.1", 1, "namespace")
-        return cls(python, worker, frontend, parser_environment(device))
+        return cls(python, worker, frontend, parser_environment(device, generation.vllm_cfg.env_vars))
 
     def __enter__(self) -> Self:
         return self

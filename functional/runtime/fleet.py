@@ -13,17 +13,18 @@ import ray
 
 from functional.runtime.config import GenerationConfig
 from functional.runtime.control import FrontendControl, WorkerControl
+from functional.runtime.environment import inherited_environment, left_out, program_environment
 from functional.runtime.errors import ProcessDiedError, RunError
 from functional.runtime.paths import Programs
 from functional.runtime.ports import PortRange, is_listening
 from functional.runtime.process import ManagedProcess
+from functional.runtime.seeds import engine_seed
 from functional.runtime.worker_args import (
     SERVED_MODEL,
     SHARED_GPU,
     WorkerPlace,
     frontend_arguments,
     frontend_variables,
-    inherited_environment,
     worker_arguments,
 )
 
@@ -33,7 +34,10 @@ POLL_INTERVAL_S = 0.25  # each poll of an unready worker is a line in its log
 
 @dataclass(frozen=True)
 class FleetSettings:
-    """What every process of the fleet is told. Folders are absolute; `address` is the one every server binds."""
+    """What every process of the fleet is told. Folders are absolute; `address` is the one every server binds.
+
+    seed: the recipe's, of which each engine's is made.
+    """
 
     namespace: str
     generation: GenerationConfig
@@ -42,18 +46,20 @@ class FleetSettings:
     log_dir: Path
     device: str
     programs: Programs
+    seed: int
     address: str = "127.0.0.1"
     share_gpu: bool = False
 
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """Where one worker serves: control URL, and «host:port» of its request plane."""
+    """Where one worker serves: control URL, and «host:port» of its request plane. seed: its engine's."""
 
     index: int
     control_url: str
     request_plane: str
     ports: tuple[int, ...]
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class Fleet:
         self.ports = PortRange(settings.address)
         self.workers: list[Worker] = []
         self.phases: dict[str, float] = {}
+        self.seeds: dict[int, list[int]] = {}  # by slot, of every engine it has had
         self._placements = placements
         self._progress = progress
         self._processes: list[ManagedProcess] = []
@@ -94,18 +101,21 @@ class Fleet:
         """
         began = time.monotonic()
         deadline = began + self.settings.generation.dynamo_cfg.startup_timeout_s
-        environment = self._start_control_plane(deadline)
+        if names := left_out():
+            self._progress(f"not handed on to the fleet: {', '.join(names)}")
+        inherited = inherited_environment()
+        control_plane = self._start_control_plane(inherited, deadline)
         self.phases["control plane"] = time.monotonic() - began
         if self.settings.device == "cpu":  # engines that together have more threads than cores wait for each other
             threads = max(1, (os.cpu_count() or 1) // len(self._placements))
-            own = self.settings.generation.vllm_cfg.env_vars.get("OMP_NUM_THREADS", str(threads))
-            environment.setdefault("OMP_NUM_THREADS", own)
+            inherited.setdefault("OMP_NUM_THREADS", str(threads))
         owner_class: Any = WorkerOwner
         for index, placement in enumerate(self._placements):
             options = {"placement_group": placement, "num_gpus": placement.bundle_specs[0]["GPU"]}
-            self._owners.append(owner_class.options(**options).remote(self.settings, environment, index))
+            self._owners.append(owner_class.options(**options).remote(self.settings, inherited, control_plane, index))
         self._addresses = ray.get([owner.start.remote() for owner in self._owners])
-        self.ports.given += [port for address in self._addresses for port in address.ports]
+        for address in self._addresses:
+            self._note(address)
         self.phases["workers launched"] = time.monotonic() - began
         self._wait_until_serving(began, deadline)
 
@@ -134,13 +144,42 @@ class Fleet:
         for address in restarted:
             self.workers[address.index].control.close()
             self._addresses[address.index] = address
-            self.ports.given += address.ports
+            self._note(address)
 
-    def _start_control_plane(self, deadline: float) -> dict[str, str]:
-        settings, take = self.settings, self.ports.take
-        client, peer, nats, http = take(), take(), take(), take()
-        etcd_url, host = f"http://{settings.address}:{client}", settings.address
-        base = inherited_environment()
+    def _note(self, launched: WorkerAddress) -> None:
+        self.ports.given += launched.ports
+        self.seeds.setdefault(launched.index, []).append(launched.seed)
+
+    def _start_control_plane(self, inherited: dict[str, str], deadline: float) -> dict[str, str]:
+        """Start etcd, NATS and the frontend. Returns the variables by which Dynamo's programs find them."""
+        settings, take, host = self.settings, self.ports.take, self.settings.address
+        control_plane = self._start_stores(inherited, deadline) | {
+            "DYN_NAMESPACE": settings.namespace,
+            "DYN_DISCOVERY_BACKEND": "etcd",
+            "DYN_REQUEST_PLANE": "tcp",
+            "DYN_EVENT_PLANE": "nats",
+            "DYN_HEALTH_CHECK_ENABLED": "false",
+            "DYN_ENABLE_EXPERIMENTAL_PARSERS_V2": "1",  # without it the tool parser drops nvext.engine_data
+            "DYN_SYSTEM_HOST": host,
+            "DYN_TCP_RPC_HOST": host,
+            "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK_INTERFACE,  # an interface's name, not an address
+        }
+        arguments, http = settings.generation.dynamo_cfg.frontend_args, take()
+        command = [str(settings.programs.dynamo_python), "-m", "dynamo.frontend"]
+        command += frontend_arguments(arguments, host, http, settings.namespace)
+        # The frontend gets no DYN_TCP_RPC_PORT: with one it fails to add a discovered model.
+        own = {"DYN_TCP_RESPONSE_STREAM_PORT": str(take()), "DYN_SYSTEM_PORT": str(take())}
+        environment = program_environment(host, inherited, control_plane, frontend_variables(arguments), own)
+        self._spawn("frontend", command, environment)
+        self._frontend = FrontendControl(f"http://{host}:{http}")
+        return control_plane
+
+    def _start_stores(self, inherited: dict[str, str], deadline: float) -> dict[str, str]:
+        """Start etcd and NATS, and wait until they listen. Returns where they are, as Dynamo wants to be told."""
+        settings, take, host = self.settings, self.ports.take, self.settings.address
+        client, peer, nats = take(), take(), take()
+        etcd_url = f"http://{host}:{client}"
+        base = program_environment(host, inherited)
         self._spawn(
             "etcd",
             [
@@ -168,28 +207,8 @@ class Fleet:
             ],
             base,
         )
-        environment = base | {
-            "ETCD_ENDPOINTS": etcd_url,
-            "NATS_SERVER": f"nats://{host}:{nats}",
-            "DYN_NAMESPACE": settings.namespace,
-            "DYN_DISCOVERY_BACKEND": "etcd",
-            "DYN_REQUEST_PLANE": "tcp",
-            "DYN_EVENT_PLANE": "nats",
-            "DYN_HEALTH_CHECK_ENABLED": "false",
-            "DYN_ENABLE_EXPERIMENTAL_PARSERS_V2": "1",  # without it the tool parser drops nvext.engine_data
-            "DYN_SYSTEM_HOST": host,
-            "DYN_TCP_RPC_HOST": host,
-            "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK_INTERFACE,  # an interface's name, not an address
-        }
         self._wait_for_ports("etcd and NATS", [client, nats], deadline)
-        arguments = settings.generation.dynamo_cfg.frontend_args
-        command = [str(settings.programs.dynamo_python), "-m", "dynamo.frontend"]
-        command += frontend_arguments(arguments, host, http, settings.namespace)
-        # The frontend gets no DYN_TCP_RPC_PORT: with one it fails to add a discovered model.
-        own = {"DYN_TCP_RESPONSE_STREAM_PORT": str(take()), "DYN_SYSTEM_PORT": str(take())}
-        self._spawn("frontend", command, environment | frontend_variables(arguments) | own)
-        self._frontend = FrontendControl(f"http://{host}:{http}")
-        return environment
+        return {"ETCD_ENDPOINTS": etcd_url, "NATS_SERVER": f"nats://{host}:{nats}"}
 
     def _spawn(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         log = self.settings.log_dir / f"{name}.log"
@@ -295,10 +314,14 @@ class Fleet:
 class WorkerOwner:
     """Owns one `dynamo.vllm` worker on the node and device Ray reserved."""
 
-    def __init__(self, settings: FleetSettings, environment: dict[str, str], index: int) -> None:
+    def __init__(
+        self, settings: FleetSettings, inherited: dict[str, str], control_plane: dict[str, str], index: int
+    ) -> None:
         self.settings = settings
-        self.environment = environment
+        self.inherited = inherited
+        self.control_plane = control_plane
         self.index = index
+        self._launched = 0
         self._process: ManagedProcess | None = None
         self._ports = PortRange(settings.address)
 
@@ -313,33 +336,33 @@ class WorkerOwner:
         settings, ports = self.settings, self._ports
         ports.given = []
         rpc, stream, system, engine = ports.take(), ports.take(), ports.take(), ports.take(4)
-        environment = (
-            settings.generation.vllm_cfg.env_vars
-            | self.environment
-            | {
-                "DYN_TCP_RPC_PORT": str(rpc),
-                "DYN_TCP_RESPONSE_STREAM_PORT": str(stream),
-                "DYN_SYSTEM_PORT": str(system),
-                "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": str(settings.generation.dynamo_cfg.control_timeout_s + 15),
-                "VLLM_PORT": str(engine),
-                "VLLM_HOST_IP": settings.address,
-                "VLLM_RPC_BASE_PATH": str(settings.run_dir),  # a killed worker leaves its sockets there
-                "VLLM_RENDEZVOUS_DIR": str(settings.run_dir),
-                "VLLM_NO_USAGE_STATS": "1",
-                "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",  # by the time it is told to stop, nothing is under way
-                "HF_HUB_OFFLINE": "1",
-            }
-            | self._device_environment()
-        )
+        managed = {
+            "DYN_TCP_RPC_PORT": str(rpc),
+            "DYN_TCP_RESPONSE_STREAM_PORT": str(stream),
+            "DYN_SYSTEM_PORT": str(system),
+            "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": str(settings.generation.dynamo_cfg.control_timeout_s + 15),
+            "VLLM_PORT": str(engine),
+            "VLLM_HOST_IP": settings.address,
+            "VLLM_RPC_BASE_PATH": str(settings.run_dir),  # a killed worker leaves its sockets there
+            "VLLM_RENDEZVOUS_DIR": str(settings.run_dir),
+            "VLLM_NO_USAGE_STATS": "1",
+            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",  # by the time it is told to stop, nothing is under way
+            "HF_HUB_OFFLINE": "1",
+            **self._device_environment(),
+        }
         if settings.generation.vllm_cfg.enforce_eager:
-            environment["TORCH_COMPILE_DISABLE"] = "1"  # start-up time for kernels that an eager engine never runs
-        place = WorkerPlace(settings.model_dir, settings.namespace, settings.run_dir / f"kv{self.index}")
+            managed["TORCH_COMPILE_DISABLE"] = "1"  # start-up time for kernels that an eager engine never runs
+        seed = engine_seed(settings.seed, self.index, self._launched)
+        self._launched += 1
+        place = WorkerPlace(settings.model_dir, settings.namespace, settings.run_dir / f"kv{self.index}", seed)
         command = [str(settings.programs.dynamo_python), "-m", "dynamo.vllm"]
         command += worker_arguments(settings.generation, settings.device, place)
         log = settings.log_dir / f"worker-{self.index}.log"
+        recipe = settings.generation.vllm_cfg.env_vars
+        environment = program_environment(settings.address, self.inherited, recipe, self.control_plane, managed)
         self._process = ManagedProcess(f"worker {self.index}", command, log, environment)
         return WorkerAddress(
-            self.index, f"http://{settings.address}:{system}", f"{settings.address}:{rpc}", tuple(ports.given)
+            self.index, f"http://{settings.address}:{system}", f"{settings.address}:{rpc}", tuple(ports.given), seed
         )
 
     def _device_environment(self) -> dict[str, str]:

@@ -73,7 +73,10 @@ def inapplicable(reason: str) -> Rule:
 LOW_PRECISION = "generation runs in bfloat16, no low-precision helper may be on"
 NO_SPECULATION = "the managed runtime has no speculative decoding"
 OTHER_PARALLELISM = "data and context parallel groups are not offered: engines multiply by colocated.resources"
-METRICS = f"the runtime samples metrics, every {GENERATION}.dynamo_cfg.metrics_interval_s"
+METRICS = f"the runtime samples metrics, at this interval or {GENERATION}.dynamo_cfg.metrics_interval_s"
+SAMPLING = (
+    "what the recipe does not say is neutral: nothing else sets top-p, top-k or penalties, or alters what is sampled"
+)
 LOGPROBS = managed("--enable-rl makes log-probs processed; leave it unset or processed_logprobs", "processed_logprobs")
 PREFIX_CACHE = managed("prefix caching stays on: routing and the cache-clear check need it", True)
 ONE_NODE = managed("an engine group stays on one node, placed by the runtime")
@@ -111,7 +114,9 @@ CFG: dict[str, Rule] = SHARED | {
     "reset_encoder_cache_after_weight_update": unsupported("updates clear the prefix cache; encoders are not served"),
     "video": unsupported("rollouts are text"),
     "expose_http_server": Rule(OptionClass.MANAGED, "Dynamo's frontend always serves HTTP, on the job's interface"),
-    "enable_vllm_metrics_logger": Rule(OptionClass.MANAGED, METRICS),
+    "enable_vllm_metrics_logger": Rule(
+        OptionClass.MANAGED, "the runtime samples metrics, or with false reads them once"
+    ),
     "vllm_metrics_logger_interval": Rule(OptionClass.MANAGED, METRICS),
     "async_engine": inapplicable("dynamo.vllm always runs the asynchronous engine"),
     "use_tqdm": inapplicable("workers print no progress bars"),
@@ -179,6 +184,10 @@ KWARGS: dict[str, Rule] = (
         "worker_extension_cls": managed("the runtime's extension proves the weights"),
         "worker_cls": managed("the engine's own worker class is what the extension extends"),
         "kv_events_config": managed("the runtime gives each worker its own event socket"),
+        "seed": moved("grpo.seed: each engine gets a seed of its own, made of it"),
+        "generation_config": managed(SAMPLING, "vllm"),
+        "override_generation_config": unsupported(SAMPLING, refuse=True),
+        "logits_processors": unsupported(SAMPLING, refuse=True),
         "runner": managed("workers generate", "auto", "generate"),
         "convert": managed("workers generate", "auto", "none"),
     }

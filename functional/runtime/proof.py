@@ -6,9 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from functional.engine.proof import prove_all
-
-FAMILIES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Architectures whose checkpoint names map to vLLM's by the fusing below and nothing else."""
+from functional.runtime.architectures import FAMILIES
 
 _FUSED = {
     "q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),

@@ -24,6 +24,17 @@ from functional.runtime.worker_args import SERVED_MODEL
 RETRIED_STATUS = frozenset({408, 429, *range(500, 600)})
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 4.0
 EXTRA_FIELDS = ["completion_token_ids", "engine_data", "worker_id", "timing"]
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+}
+"""Sent with each request, so that neither frontend nor engine has a default to fill in: the trainer scores the model's
+whole distribution at the request's temperature."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +290,7 @@ def request_body(prompt: Sequence[int], sampling: Sampling, instance_id: int | N
         "prompt": list(prompt),
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
+        **NEUTRAL,
         "logprobs": 0,
         "n": 1,
         "nvext": nvext,

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from functional.runtime.config import DynamoConfig, LoggerConfig
+from functional.runtime.config import GenerationConfig, LoggerConfig
 from functional.runtime.errors import ConfigError
 from functional.runtime.fleet import Fleet
 
@@ -105,9 +105,10 @@ class Telemetry:
     A poll that fails is counted and left out: telemetry never ends a run.
     """
 
-    def __init__(self, fleet: Fleet, config: DynamoConfig, sinks: list[Sink], step: Callable[[], int]) -> None:
+    def __init__(self, fleet: Fleet, config: GenerationConfig, sinks: list[Sink], step: Callable[[], int]) -> None:
         self._fleet = fleet
-        self._config = config
+        self._config = config.dynamo_cfg
+        self._interval_s = config.metrics_interval_s
         self._sinks = sinks
         self._step = step
         self._stop = threading.Event()
@@ -150,5 +151,7 @@ class Telemetry:
         self.write(values, self._step())
 
     def _run(self) -> None:
-        while not self._stop.wait(self._config.metrics_interval_s):
+        if self._interval_s is None:
+            return
+        while not self._stop.wait(self._interval_s):
             self.poll()

@@ -1,7 +1,6 @@
-"""Command lines and variables of the fleet's Dynamo programs, from a recipe, and which of them are the runtime's."""
+"""Command lines of the fleet's Dynamo programs, from a recipe, and which of their flags are the runtime's."""
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,23 +15,6 @@ WORKER_EXTENSION = "functional.engine.extension.WorkerExtension"
 TRANSFER_BACKEND = {"cpu": "gloo", "cuda": "nccl_deadline"}
 SHARED_GPU = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
 """Environment of trainer and worker when both are NCCL ranks on one GPU (needs NCCL 2.30.7)."""
-
-MANAGED_PREFIXES = ("DYN_", "ETCD_", "NATS_", "RAY_", "PYTHON")
-MANAGED_VARIABLES = {
-    "VLLM_PORT",
-    "VLLM_HOST_IP",
-    "VLLM_NO_USAGE_STATS",
-    "VLLM_RENDEZVOUS_DIR",
-    "VLLM_RPC_BASE_PATH",
-    "VLLM_PLUGINS",  # a list without ours would leave the transfer backends out
-    "VLLM_CPU_KVCACHE_SPACE",
-    "VLLM_CPU_OMP_THREADS_BIND",
-    "HF_HUB_OFFLINE",
-    "TORCH_COMPILE_DISABLE",
-    "CUDA_VISIBLE_DEVICES",
-    "NCCL_MULTI_RANK_GPU_ENABLE",
-}
-"""Variables a recipe's `env_vars` may not set, beside those with a managed prefix."""
 
 MANAGED = "managed: set by the runtime"
 ONE_LISTENER = "managed: the frontend has one listener, plain HTTP on the job's interface"
@@ -58,6 +40,7 @@ class WorkerPlace:
     model_dir: Path
     namespace: str
     events: Path
+    seed: int
 
 
 def worker_arguments(generation: "GenerationConfig", device: str, place: WorkerPlace) -> list[str]:
@@ -81,6 +64,8 @@ def _managed_flags(device: str, place: WorkerPlace) -> dict[str, str]:
         "--weight-transfer-config": json.dumps({"backend": TRANSFER_BACKEND[device]}),
         "--worker-extension-cls": WORKER_EXTENSION,
         "--kv-events-config": json.dumps(kv_events),
+        "--seed": str(place.seed),
+        "--generation-config": "vllm",  # else the model's own sets top-p, top-k and penalties; its EOS IDs stop still
     }
 
 
@@ -129,11 +114,3 @@ def frontend_variables(arguments: "FrontendArgs") -> dict[str, str]:
     if not arguments.tokenizer_cache:
         return {}
     return {"DYN_TOKENIZER_CACHE": "1", "DYN_TOKENIZER_CACHE_BYTES": str(arguments.tokenizer_cache_bytes)}
-
-
-def inherited_environment() -> dict[str, str]:
-    """This process's environment for Dynamo's programs: without Ray's variables and the trainer's PYTHONPATH."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHON", "DYN_"))}
-    if path := os.environ.get("DYNAMO_PYTHONPATH"):
-        kept["PYTHONPATH"] = path
-    return kept | {"PYTHONUNBUFFERED": "1"}

@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from functional.runtime.config import Recipe, RecipeError, load_recipe
+from functional.runtime.architectures import find_model_problem
+from functional.runtime.config import Recipe, RecipeError
 from functional.runtime.engine_check import EngineCheck
 from functional.runtime.errors import ConfigError, InterruptedRunError, RolloutError, RunError
 from functional.runtime.fleet import Fleet, FleetSettings, Worker, new_namespace
@@ -41,13 +42,16 @@ from functional.suite.data import measure_data
 from functional.suite.flaky import flaky_proxy
 from functional.suite.leftovers import find_leftovers
 from functional.suite.models import find_model, find_tokenizer
+from functional.suite.preflight import load_for_run
 from functional.suite.report import write_atomically, write_report
+from functional.suite.seeds import check_seeds
 from functional.suite.tasks import make_task
 from functional.suite.versions import read_versions
 
 ADDRESS = "127.0.0.1"
 WATCH_INTERVAL_S = 0.5
 PROBE_TOKENS = 16
+SEED_TOKENS = 64
 EVENT_DELAY_S = 0.5
 
 
@@ -59,7 +63,7 @@ def run(
     Returns 0 when every check passed, 1 when not, 2 for a bad recipe or environment.
     """
     try:
-        recipe = load_recipe(recipe_path, overrides)
+        recipe = load_for_run(recipe_path, overrides)
         if problems := find_unsendable(recipe):
             raise RecipeError(recipe_path, problems)
         tokenizer = find_tokenizer(recipe.policy.model_name)
@@ -178,6 +182,8 @@ class Session:
         self._name_processes({})
         self.event("run: starting", run_dir=str(self.run_dir))
         model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
+        if problem := find_model_problem(model_dir / "config.json"):
+            raise ConfigError(f"policy.model_name={recipe.policy.model_name!r}: {problem}")
         if self.tokenizer is None:  # a hub model's files are here only now
             self.tokenizer = find_tokenizer(str(model_dir))
             self.report["data"] = asdict(measure_data(recipe, self.tokenizer))
@@ -200,6 +206,7 @@ class Session:
             log_dir=(self.out / "logs").resolve(),
             device=recipe.cluster.device,
             programs=programs,
+            seed=recipe.grpo.seed,
             address=ADDRESS,
             share_gpu=recipe.cluster.share_gpu,
         )
@@ -213,6 +220,7 @@ class Session:
         self.report["fleet_phases"] = fleet.phases
         self.report["topology"] = {
             "workers": {worker.index: worker.instance_id for worker in fleet.workers},
+            "seeds": fleet.seeds,
             "device": recipe.cluster.device,
             "share_gpu": recipe.cluster.share_gpu,
             "note": "TEST TOPOLOGY: trainer and worker share one GPU" if recipe.cluster.share_gpu else "",
@@ -290,7 +298,7 @@ class Session:
 
         records = self._stack.enter_context(RecordWriter(self.out / "rollouts.jsonl"))
         sinks = open_sinks(recipe.logger, self.out)
-        telemetry = Telemetry(fleet, generation.dynamo_cfg, sinks, lambda: len(self.report["steps"]))
+        telemetry = Telemetry(fleet, generation, sinks, lambda: len(self.report["steps"]))
         self._stack.enter_context(telemetry)
         return Parts(
             fleet=fleet,
@@ -311,6 +319,7 @@ class Session:
     def _train(self, parts: Parts) -> None:
         steps, fleet = self.recipe.grpo.max_num_steps, parts.fleet
         self._refit(parts, 0)
+        self._check_seeds(parts)
         self.report["sockets"] = [asdict(s) for s in verdicts.check_sockets(self.checks)]
         for step in range(1, steps + 1):
             self._step(parts, step)
@@ -364,6 +373,20 @@ class Session:
             asyncio.run(parts.prober.complete_on(worker.instance_id, prompt[:4], Sampling(1, temperature)))
         verdicts.await_cleared(parts.fleet, cleared)
         verdicts.check_overlap(self.checks, warm, routed())
+
+    def _check_seeds(self, parts: Parts) -> None:
+        """One prompt to every worker, at temperature 1 whatever the recipe's, as long as an answer may be.
+
+        Before any rollout: until then all engines have drawn as many random numbers, and with one seed the same.
+        """
+        prompt = parts.task.prompts(1)[0].token_ids
+        room = self.recipe.policy.generation.vllm_cfg.max_model_len - len(prompt)
+        sampling = Sampling(min(room, SEED_TOKENS), ignore_eos=True)
+        check_seeds(
+            self.checks,
+            parts.fleet.workers,
+            lambda worker: asyncio.run(parts.prober.complete_on(worker.instance_id, prompt, sampling)),
+        )
 
     def _keep_metrics(self, fleet: Fleet) -> None:
         logs = self.out / "logs"

@@ -9,25 +9,25 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from functional.runtime.config import Recipe, RecipeError, load_recipe
+from functional.runtime.config import Recipe, RecipeError
 from functional.runtime.engine_check import EngineCheck
 from functional.runtime.errors import ConfigError
 from functional.runtime.options import GENERATION, shown_options
 from functional.runtime.paths import find_programs
 from functional.runtime.redact import redacted
+from functional.runtime.seeds import engine_seed
 from functional.runtime.worker_args import WorkerPlace, frontend_arguments, worker_arguments
 from functional.suite.data import measure_data
 from functional.suite.models import find_tokenizer
+from functional.suite.preflight import load_for_run
 
-PLACE = WorkerPlace(Path("/MODEL"), "NAMESPACE", Path("/RUN/kv0"))
-"""Stands for what only a run knows."""
 PARSER_TIMEOUT_S = 120.0
 
 
 def show_config(path: Path, overrides: list[str], as_json: bool, ask_engine: bool) -> int:
     """Print the verdict. Returns 0, or 2 for a recipe that may not run; without `as_json` that raises ConfigError."""
     try:
-        shown = describe(load_recipe(path, overrides), ask_engine)
+        shown = describe(load_for_run(path, overrides), ask_engine)
     except ConfigError as error:
         if not as_json:
             raise
@@ -40,8 +40,10 @@ def show_config(path: Path, overrides: list[str], as_json: bool, ask_engine: boo
 def describe(recipe: Recipe, ask_engine: bool) -> dict[str, Any]:
     """Everything `functional config` tells, as plain data without secrets."""
     generation, device = recipe.policy.generation, recipe.cluster.device
-    worker = worker_arguments(generation, device, PLACE)
-    frontend = frontend_arguments(generation.dynamo_cfg.frontend_args, "HOST", 1, PLACE.namespace)
+    # Capitals stand for what only a run knows.
+    place = WorkerPlace(Path("/MODEL"), "NAMESPACE", Path("/RUN/kv0"), engine_seed(recipe.grpo.seed, 0, 0))
+    worker = worker_arguments(generation, device, place)
+    frontend = frontend_arguments(generation.dynamo_cfg.frontend_args, "HOST", 1, place.namespace)
     data = measure_data(recipe, find_tokenizer(recipe.policy.model_name))
     if ask_engine:
         with EngineCheck.of(recipe, find_programs().dynamo_python, Path("/")) as check:

@@ -42,7 +42,7 @@ class Trainer:
         policy, generation = recipe.policy, recipe.policy.generation
         if recipe.cluster.share_gpu:
             os.environ.update(SHARED_GPU)
-        self._loss = LossConfig(**recipe.loss_fn.model_dump())
+        self._loss = LossConfig(**recipe.loss_fn.model_dump(include=set(LossConfig.__dataclass_fields__)))
         self._policy = Policy(
             model_dir,
             recipe.cluster.device,

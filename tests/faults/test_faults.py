@@ -2,18 +2,37 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 
 import pytest
+from transformers import AutoTokenizer
 
 from functional.runtime.identity import Attempt, join
 from functional.runtime.paths import functional_home
 from functional.runtime.records import read_records
+from functional.runtime.seeds import engine_seed
 from functional.suite.faults import CASES, run_case
+from functional.suite.models import find_model
 
 RECIPE = functional_home() / "recipes" / "grpo_cpu.yaml"
 EXIT_DEADLINE_S = 60
+FOREIGN = {
+    "ETCD_NAME": "node7",
+    "ETCD_PORT": "tcp://10.96.0.9:2379",
+    "NATS_SERVER": "nats://10.96.0.9:4222",
+    "DYN_DISCOVERY_BACKEND": "file",
+    "VLLM_PORT": "tcp://10.96.0.9:8000",
+    "PROMETHEUS_MULTIPROC_DIR": "/nowhere",
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "HTTP_PROXY": "http://127.0.0.1:9",
+    "http_proxy": "http://127.0.0.1:9",
+    "ALL_PROXY": "http://127.0.0.1:9",
+}
+"""What a caller's shell or pod may hold of other programs' settings."""
 TWO_WORKERS = ("cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2")
 
 
@@ -24,6 +43,11 @@ def run(out, *overrides, **environment):
     return json.loads((out / "report.json").read_text())
 
 
+def logged_seeds(log):
+    """What the engine itself says its seed is."""
+    return {int(seed) for seed in re.findall(r"\bseed=(\d+)", log.read_text(errors="replace"))}
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_it_ends_clearly_and_leaves_nothing(name, tmp_path):
@@ -31,14 +55,41 @@ def test_it_ends_clearly_and_leaves_nothing(name, tmp_path):
     assert outcome.problems == []
 
 
+@pytest.fixture(scope="session")
+def opinionated_model(tmp_path_factory):
+    """The embedded model with a generation_config.json as many models have it, and the digit 1 as a second EOS."""
+    folder = tmp_path_factory.mktemp("opinionated") / "model"
+    shutil.copytree(find_model("builtin:arithmetic", folder.parent, print), folder)
+    eos = AutoTokenizer.from_pretrained(str(folder)).eos_token_id
+    sampling = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+    sampling["eos_token_id"] = [eos, extra_eos(folder)]
+    (folder / "generation_config.json").write_text(json.dumps(sampling))
+    return folder
+
+
+def extra_eos(folder):
+    (token,) = AutoTokenizer.from_pretrained(str(folder)).encode("1", add_special_tokens=False)
+    return token
+
+
 @pytest.mark.road
-def test_two_workers_under_kv_routing(tmp_path):
-    """On a machine whose GPUs are hidden, too: the devices are virtual."""
-    report = run(tmp_path / "out", *TWO_WORKERS, CUDA_VISIBLE_DEVICES="")
+def test_two_workers_under_kv_routing(tmp_path, opinionated_model):
+    """Devices are virtual, so GPUs may be hidden; whatever else the caller has set, and whatever sampling the model's
+    folder asks for, rollouts are on policy, and end where the model says."""
+    out = tmp_path / "out"
+    report = run(out, *TWO_WORKERS, f"policy.model_name={opinionated_model}", CUDA_VISIBLE_DEVICES="", **FOREIGN)
     passed = {check["name"] for check in report["checks"] if check["passed"]}
     assert {"routing.every_worker_served", "routing.shared_prefix_overlaps", "routing.no_overlap_after_clear"} <= passed
     assert len(report["topology"]["workers"]) == 2
     assert all(len(refit["probes"]) == 2 for refit in report["refits"])
+
+    assert "sampling.seeds_differ" in passed
+    seeds = [logged_seeds(out / "logs" / f"worker-{slot}.log") for slot in range(2)]
+    assert seeds == [{engine_seed(42, 0, 0)}, {engine_seed(42, 1, 0)}]
+
+    samples = [record["token_ids"] for record in read_records(out / "rollouts.jsonl")]
+    assert any(tokens[-1] == extra_eos(opinionated_model) for tokens in samples)
+    assert not any(extra_eos(opinionated_model) in tokens[:-1] for tokens in samples)
 
 
 @pytest.mark.faults

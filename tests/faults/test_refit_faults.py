@@ -1,12 +1,14 @@
 """Updates under faults, on one fleet of two real workers: `functional refit-faults`."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
 from functional.runtime.paths import functional_home
+from functional.runtime.seeds import engine_seed
 
 RECIPE = functional_home() / "recipes" / "grpo_cpu.yaml"
 EXPECTED = {
@@ -40,3 +42,9 @@ def test_each_fault_comes_to_its_end_and_nothing_is_left(tmp_path):
     assert "teardown.nothing_left" in passed
     shut = [t for t in report["refit_transitions"] if t["after"] != "serving"]
     assert not any(t["admission"] for t in shut)
+    launched = {int(slot): seeds for slot, seeds in report["topology"]["seeds"].items()}
+    assert sum(len(seeds) for seeds in launched.values()) >= 2 + 5, "five workers and more were replaced"
+    for slot, seeds in launched.items():
+        assert seeds == [engine_seed(42, slot, launch) for launch in range(len(seeds))]
+        logged = re.findall(r"\bseed=(\d+)", (out / "logs" / f"worker-{slot}.log").read_text(errors="replace"))
+        assert list(dict.fromkeys(map(int, logged))) == seeds, "an engine has another seed than it was given"

@@ -38,6 +38,14 @@ def load(recipe_path):
     return loaded
 
 
+@pytest.fixture
+def read(recipe_path):
+    """As `load`, without the rules: for what a rule refuses today and the command line has words for."""
+    from functional.runtime.config import load_recipe
+
+    return lambda *overrides: load_recipe(recipe_path, [expand(override) for override in overrides], rules=())
+
+
 def expand(key):
     return "policy.generation" + key[1:] if key.startswith("G.") else key
 

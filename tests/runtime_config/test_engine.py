@@ -44,7 +44,11 @@ print("FLAGS " + json.dumps([flags(engine), flags(worker), flags(frontend)]))
 
 def test_the_table_of_flags_is_the_installed_parsers(dynamo_python):
     done = subprocess.run(
-        [dynamo_python, "-c", READ_FLAGS], capture_output=True, text=True, env=parser_environment("cpu"), timeout=120
+        [dynamo_python, "-c", READ_FLAGS],
+        capture_output=True,
+        text=True,
+        env=parser_environment("cpu", {}),
+        timeout=120,
     )
     answer = next((line for line in done.stdout.splitlines() if line.startswith("FLAGS ")), None)
     assert answer is not None, done.stderr[-2000:]
@@ -56,8 +60,8 @@ def check(python, recipe):
         engine_check.result(120, recipe.scrub)
 
 
-def test_the_parsers_take_every_kind_of_flag(dynamo_python, load):
-    recipe = load(
+def test_the_parsers_take_every_kind_of_flag(dynamo_python, read):
+    recipe = read(
         "G.vllm_cfg.tensor_parallel_size=4",
         "G.vllm_cfg.expert_parallel_size=4",
         "G.vllm_kwargs={compilation_config: {mode: 0}, cudagraph_capture_sizes: [1, 2], enable_chunked_prefill: false}",
@@ -65,7 +69,7 @@ def test_the_parsers_take_every_kind_of_flag(dynamo_python, load):
         "G.dynamo_cfg.worker_args.tool_call_parser=hermes",
         "G.dynamo_cfg.worker_args.reasoning_parser=qwen3",
         "G.dynamo_cfg.worker_args.enable_structural_tag=true",
-        "G.dynamo_cfg.worker_args.extra_cli_args=[--seed,7,--engine-request-limit=64]",
+        "G.dynamo_cfg.worker_args.extra_cli_args=[--max-logprobs,7,--engine-request-limit=64]",
         "G.dynamo_cfg.frontend_args.extra_cli_args=[--router-temperature=0.5]",
     )
     check(dynamo_python, recipe)

@@ -1,7 +1,5 @@
 """The class of each option, and the command lines that come of them."""
 
-import ast
-import inspect
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ from functional.runtime import options, worker_args
 from functional.runtime.options import classify, shown_options
 from functional.runtime.worker_args import WorkerPlace, frontend_arguments, frontend_variables, worker_arguments
 
-PLACE = WorkerPlace(Path("/model"), "ns", Path("/run/kv0"))
+PLACE = WorkerPlace(Path("/model"), "ns", Path("/run/kv0"), 7)
 
 CLASSES = [
     ("vllm_cfg.tensor_parallel_size", 2, "translated", "--tensor-parallel-size 2"),
@@ -27,6 +25,7 @@ CLASSES = [
     ("vllm_cfg.http_refit_server_port", 8000, "inapplicable", "collective"),
     ("vllm_cfg.expose_http_server", "true", "managed", "frontend"),
     ("vllm_cfg.enable_vllm_metrics_logger", "true", "managed", "metrics"),
+    ("vllm_cfg.enable_vllm_metrics_logger", "false", "managed", "reads them once"),
     ("vllm_cfg.vllm_metrics_logger_interval", 0.5, "managed", "metrics_interval_s"),
     ("vllm_cfg.logprobs_mode", "processed_logprobs", "managed", "--enable-rl"),
     ("vllm_cfg.skip_tokenizer_init", "true", "unsupported", "tokenizer"),
@@ -42,7 +41,9 @@ CLASSES = [
     ("vllm_kwargs.enable_chunked_prefill", "false", "translated", "--no-enable-chunked-prefill"),
     ("vllm_kwargs.cudagraph_capture_sizes", "[1,2]", "translated", "--cudagraph-capture-sizes 1 2"),
     ("vllm_kwargs.compilation_config", "{mode: 0}", "translated", '--compilation-config {"mode": 0}'),
-    ("vllm_kwargs.seed", -1, "translated", "--seed=-1"),
+    ("vllm_kwargs.video_pruning_rate", -1, "translated", "--video-pruning-rate=-1"),
+    ("vllm_kwargs.generation_config", "vllm", "managed", "neutral"),
+    ("vllm_kwargs.seed", "null", "moved", "grpo.seed"),
     ("vllm_kwargs.attention_backend", "null", "translated", "the engine's default"),
     ("vllm_kwargs.enable_lora", "true", "unsupported", "adapters"),
     ("vllm_kwargs.disable_log_stats", "true", "inapplicable", "statistics"),
@@ -52,8 +53,8 @@ CLASSES = [
 
 
 @pytest.mark.parametrize(("key", "value", "kind", "outcome"), CLASSES)
-def test_class_of_an_option(load, key, value, kind, outcome):
-    recipe = load(f"G.{key}={value}")
+def test_class_of_an_option(read, key, value, kind, outcome):
+    recipe = read(f"G.{key}={value}")
     option = {o.path: o for o in classify(recipe.policy.generation, "cpu")}[f"policy.generation.{key}"]
     assert option.kind == kind
     assert outcome in option.outcome
@@ -65,8 +66,8 @@ def test_every_class_occurs():
     assert {kind for _, _, kind, _ in CLASSES} == set(options.OptionClass)
 
 
-def test_expert_parallel_size_is_a_flag_when_it_is_the_tensor_group(load):
-    recipe = load("G.vllm_cfg.tensor_parallel_size=4", "G.vllm_cfg.expert_parallel_size=4")
+def test_expert_parallel_size_is_a_flag_when_it_is_the_tensor_group(read):
+    recipe = read("G.vllm_cfg.tensor_parallel_size=4", "G.vllm_cfg.expert_parallel_size=4")
     assert "--enable-expert-parallel" in worker_arguments(recipe.policy.generation, "cpu", PLACE)
 
 
@@ -84,21 +85,27 @@ def test_worker_args_become_flags_and_extras_come_last(load):
             f"{own}.exclude_tools_when_tool_choice_none=false",
             f"{own}.enable_structural_tag=true",
             f"{own}.endpoint_types=[completions]",
-            f"{own}.extra_cli_args=[--seed,7]",
+            f"{own}.extra_cli_args=[--max-logprobs,7]",
         ).policy.generation,
         "cpu",
         PLACE,
     )
-    assert words[-2:] == ["--seed", "7"]
+    assert words[-2:] == ["--max-logprobs", "7"]
     assert words[words.index("--dyn-tool-call-parser") + 1] == "hermes"
     assert words[words.index("--endpoint-types") + 1] == "completions"
     assert {"--no-exclude-tools-when-tool-choice-none", "--dyn-enable-structural-tag"} <= set(words)
 
 
 def test_no_flag_is_given_twice(load):
-    words = worker_arguments(load("G.vllm_kwargs.seed=1").policy.generation, "cuda", PLACE)
+    words = worker_arguments(load("G.vllm_kwargs.max_logprobs=1").policy.generation, "cuda", PLACE)
     flags = [word for word in words if word.startswith("--")]
     assert len(flags) == len(set(flags))
+
+
+def test_an_engine_has_its_own_seed_and_no_sampling_defaults_of_the_model(load):
+    words = worker_arguments(load().policy.generation, "cpu", PLACE)
+    assert words[words.index("--seed") + 1] == "7"
+    assert words[words.index("--generation-config") + 1] == "vllm"
 
 
 def test_frontend_args_become_flags_and_variables(load):
@@ -131,16 +138,3 @@ def test_managed_flags_are_refused_everywhere(load):
         assert refusal(name) is not None, name
         option = options._kwargs_option(name, "x")
         assert option.error is not None, name
-
-
-def test_every_variable_the_fleet_sets_is_managed():
-    """Variables in the fleet's source: whatever a worker is given, `env_vars` may not replace."""
-    source = Path(inspect.getfile(worker_args)).with_name("fleet.py").read_text(encoding="utf-8")
-    literals = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
-    names = {text for text in literals if isinstance(text, str) and text.isupper() and "_" in text.strip("_")}
-    names |= set(worker_args.SHARED_GPU)
-    assert "VLLM_PORT" in names
-    managed = worker_args.MANAGED_VARIABLES | set(worker_args.SHARED_GPU)
-    strays = {n for n in names if n.isidentifier() and not n.startswith(worker_args.MANAGED_PREFIXES)} - managed
-    # OMP_NUM_THREADS is a default that a recipe may replace.
-    assert not strays - {"DYNAMO_PYTHONPATH", "RAY_", "OMP_NUM_THREADS"}

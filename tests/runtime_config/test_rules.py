@@ -2,6 +2,7 @@
 
 import pytest
 
+from functional.runtime import rules
 from functional.runtime.config import RecipeError
 from functional.runtime.errors import ConfigError
 from functional.runtime.rules import merge_stop_strings
@@ -27,17 +28,11 @@ REFUSED = [
     ("G.quant_cfg=fp8.yaml", "G.quant_cfg", "without quantization"),
     ("G.real_quant=true", "G.real_quant", "without quantization"),
     # parallel sizes and placement
-    ("G.vllm_cfg.tensor_parallel_size=8", "G.vllm_cfg.tensor_parallel_size", "fit on one node"),
-    ("G.vllm_cfg.tensor_parallel_size=4 G.vllm_cfg.pipeline_parallel_size=2", "G.vllm_cfg.tensor_parallel_size", "8"),
-    ("G.vllm_cfg.tensor_parallel_size=3", "G.colocated.resources.gpus_per_node", "do not divide"),
+    ("G.vllm_cfg.tensor_parallel_size=2", "G.vllm_cfg.tensor_parallel_size", "one rank only"),
+    ("G.vllm_cfg.pipeline_parallel_size=4", "G.vllm_cfg.pipeline_parallel_size", "one rank only"),
     ("G.vllm_cfg.tensor_parallel_size=0", "G.vllm_cfg.tensor_parallel_size", "greater than"),
     ("G.vllm_cfg.tensor_parallel_size=two", "G.vllm_cfg.tensor_parallel_size", "integer"),
     ("G.vllm_cfg.expert_parallel_size=2", "G.vllm_cfg.expert_parallel_size", "must be 1 or"),
-    (
-        "G.vllm_cfg.tensor_parallel_size=4 G.vllm_cfg.expert_parallel_size=2",
-        "G.vllm_cfg.expert_parallel_size",
-        "must be 1 or tensor_parallel_size, 4",
-    ),
     ("G.vllm_cfg.data_parallel_size=2", "G.vllm_cfg.data_parallel_size", "managed"),
     ("G.vllm_kwargs.data_parallel_size=2", "G.vllm_kwargs.data_parallel_size", "managed"),
     ("G.vllm_cfg.prefill_context_parallel_size=2", "G.vllm_cfg.prefill_context_parallel_size", "context parallel"),
@@ -65,7 +60,79 @@ REFUSED = [
     # sampling
     ("G.top_p=0.95", "G.top_p", "whole distribution"),
     ("G.top_k=50", "G.top_k", "whole distribution"),
-    ("G.temperature=0", "G.temperature", "greater than 0"),
+    ("G.temperature=0", "G.temperature", "from 0.01 to 2"),
+    ("G.temperature=0.009", "G.temperature", "from 0.01 to 2"),
+    ("G.temperature=2.01", "G.temperature", "from 0.01 to 2"),
+    ("G.temperature=.nan", "G.temperature", "from 0.01 to 2"),
+    ("G.temperature=null", "G.temperature", "from 0.01 to 2"),
+    ("G.stop_token_ids=[2,-1]", "G.stop_token_ids.1", "greater than or equal to 0"),
+    ("G.min_p=0.1", "G.min_p", "own distribution"),
+    ("G.repetition_penalty=1.05", "G.repetition_penalty", "own distribution"),
+    ("G.presence_penalty=-0.5", "G.presence_penalty", "own distribution"),
+    ("G.frequency_penalty=0.5", "G.frequency_penalty", "own distribution"),
+    ("G.min_tokens=3", "G.min_tokens", "own distribution"),
+    ("G.logit_bias={5: 1.0}", "G.logit_bias", "own distribution"),
+    ("G.seed=0", "G.seed", "set grpo.seed"),
+    ("G.vllm_kwargs.generation_config=auto", "G.vllm_kwargs.generation_config", "nothing else sets top-p"),
+    ("G.vllm_cfg.generation_config=/models/x", "G.vllm_cfg.generation_config", "nothing else sets top-p"),
+    (
+        "G.vllm_kwargs.override_generation_config={top_p: 0.8}",
+        "G.vllm_kwargs.override_generation_config",
+        "nothing else sets top-p",
+    ),
+    (
+        "G.vllm_cfg.override_generation_config={top_p: 0.8}",
+        "G.vllm_cfg.override_generation_config",
+        "nothing else sets top-p",
+    ),
+    ("G.vllm_kwargs.logits_processors=[a.B]", "G.vllm_kwargs.logits_processors", "alters what is sampled"),
+    (f"{W}.extra_cli_args=[--generation-config,auto]", f"{W}.extra_cli_args", "nothing else sets top-p"),
+    (f"{W}.extra_cli_args=[--generation-conf=auto]", f"{W}.extra_cli_args", "nothing else sets top-p"),
+    (f"{W}.extra_cli_args=[--override-generation-config.top_p,'0.8']", f"{W}.extra_cli_args", "sets top-p"),
+    (f"{W}.extra_cli_args=['--override_generation_config={{}}']", f"{W}.extra_cli_args", "sets top-p"),
+    (f"{W}.extra_cli_args=[--logits-processors,a.B]", f"{W}.extra_cli_args", "alters what is sampled"),
+    # seeds
+    ("G.vllm_kwargs.seed=0", "G.vllm_kwargs.seed", "moved, set grpo.seed"),
+    ("G.vllm_cfg.seed=1", "G.vllm_cfg.seed", "moved, set grpo.seed"),
+    (f"{W}.extra_cli_args=[--seed=1]", f"{W}.extra_cli_args", "set it by grpo.seed"),
+    # the loss
+    (
+        "loss_fn.use_importance_sampling_correction=false",
+        "loss_fn.truncated_importance_sampling_ratio",
+        "use_importance_sampling_correction to true",
+    ),
+    (
+        "loss_fn={use_importance_sampling_correction: false, truncated_importance_sampling_type: tis,"
+        " truncated_importance_sampling_ratio: null}",
+        "loss_fn.truncated_importance_sampling_type",
+        "has no effect",
+    ),
+    ("loss_fn.truncated_importance_sampling_type=icepop", "loss_fn.truncated_importance_sampling_type", "set tis"),
+    ("loss_fn.truncated_importance_sampling_ratio=0", "loss_fn.truncated_importance_sampling_ratio", "greater than 0"),
+    ("loss_fn.truncated_importance_sampling_ratio_min=0.5", "loss_fn.truncated_importance_sampling_ratio_min", "null"),
+    ("loss_fn.ratio_clip_c=3", "loss_fn.ratio_clip_c", "remove it, or set null"),
+    ("loss_fn.use_cispo=true", "loss_fn.use_cispo", "remove it, or set false"),
+    ("loss_fn.sequence_level_importance_ratios=true", "loss_fn.sequence_level_importance_ratios", "does not do"),
+    ("loss_fn.disable_ppo_ratio=true", "loss_fn.disable_ppo_ratio", "does not do"),
+    ("loss_fn.force_on_policy_ratio=1", "loss_fn.force_on_policy_ratio", "does not do"),
+    ("loss_fn.use_kl_in_reward=true", "loss_fn.use_kl_in_reward", "does not do"),
+    ("loss_fn.use_on_policy_kl_approximation=true", "loss_fn.use_on_policy_kl_approximation", "does not do"),
+    ("loss_fn.reference_policy_kl_type=k1", "loss_fn.reference_policy_kl_type", "set k3"),
+    ("loss_fn.kl_input_clamp_value=20", "loss_fn.kl_input_clamp_value", "set null"),
+    ("loss_fn.ratio_clip_mim=0.2", "loss_fn.ratio_clip_mim", "nearest known key is ratio_clip_min"),
+    ("loss_fn.ratio_clip_min=.inf", "loss_fn.ratio_clip_min", "finite"),
+    ("policy.optimizer.lr=.inf", "policy.optimizer.lr", "finite"),
+    # metrics
+    (
+        "G.vllm_cfg.vllm_metrics_logger_interval=0.5 G.dynamo_cfg.metrics_interval_s=5",
+        "G.vllm_cfg.vllm_metrics_logger_interval",
+        "metrics_interval_s=5 says otherwise",
+    ),
+    ("G.vllm_cfg.vllm_metrics_logger_interval=0", "G.vllm_cfg.vllm_metrics_logger_interval", "greater than 0"),
+    ("G.vllm_cfg.enable_vllm_metrics_logger=sometimes", "G.vllm_cfg.enable_vllm_metrics_logger", "boolean"),
+    # models
+    ("policy.model_name=/nowhere", "policy.model_name", "no such folder"),
+    ("G.max_new_tokens=128", "G.max_new_tokens", "no room for a prompt"),
     (f"G.stop_strings={MANY}", "G.stop_strings", "33 stop strings"),
     ("G.stop_strings=['']", "G.stop_strings", "empty stop string"),
     ("G.stop_strings=stop", "G.stop_strings", "list"),
@@ -126,15 +193,15 @@ REFUSED = [
     (f"{W}.extra_cli_args=[-tp,'2']", f"{W}.extra_cli_args", "long name"),
     (f"{W}.extra_cli_args=[--,x]", f"{W}.extra_cli_args", "long name"),
     (f"{W}.extra_cli_args=[stray]", f"{W}.extra_cli_args", "belongs to no flag"),
-    (f"{W}.extra_cli_args=[--seed,'1',stray]", f"{W}.extra_cli_args", "belongs to no flag"),
-    (f"{W}.extra_cli_args=[--seed=1,stray]", f"{W}.extra_cli_args", "belongs to no flag"),
+    (f"{W}.extra_cli_args=[--max-logprobs,'1',stray]", f"{W}.extra_cli_args", "belongs to no flag"),
+    (f"{W}.extra_cli_args=[--max-logprobs=1,stray]", f"{W}.extra_cli_args", "belongs to no flag"),
     (f"{W}.extra_cli_args=[--async-scheduling,stray]", f"{W}.extra_cli_args", "belongs to no flag"),
-    (f"{W}.extra_cli_args=[--seed,'1',--seed=2]", f"{W}.extra_cli_args", "twice"),
+    (f"{W}.extra_cli_args=[--max-logprobs,'1',--max-logprobs=2]", f"{W}.extra_cli_args", "twice"),
     (f"{W}.extra_cli_args=[--async-scheduling,--no-async-scheduling]", f"{W}.extra_cli_args", "twice"),
     (f"{W}.extra_cli_args=[--config,flags.yaml]", f"{W}.extra_cli_args", "escape"),
     (f"{W}.extra_cli_args=[--config=flags.yaml]", f"{W}.extra_cli_args", "escape"),
-    (f"{W}.extra_cli_args=[--sead,'1']", f"{W}.extra_cli_args", "nearest is --seed"),
-    (f"{W}.extra_cli_args=--seed", f"{W}.extra_cli_args", "list"),
+    (f"{W}.extra_cli_args=[--max-logprobz,'1']", f"{W}.extra_cli_args", "nearest is --max-logprobs"),
+    (f"{W}.extra_cli_args=--max-logprobs", f"{W}.extra_cli_args", "list"),
     (f"{W}.endpoint_types=[chat]", f"{W}.endpoint_types", "add completions"),
     (f"{W}.custom_jinja_template=/nowhere.jinja", f"{W}.custom_jinja_template", "no such file"),
     (f"{W}.tool_parser=hermes", f"{W}.tool_parser", "nearest known key is tool_call_parser"),
@@ -154,6 +221,8 @@ REFUSED = [
     ("G.vllm_cfg.env_vars.VLLM_PORT=1", "G.vllm_cfg.env_vars.VLLM_PORT", "managed"),
     ("G.vllm_cfg.env_vars.VLLM_PLUGINS=x", "G.vllm_cfg.env_vars.VLLM_PLUGINS", "managed"),
     ("G.vllm_cfg.env_vars.CUDA_VISIBLE_DEVICES=1", "G.vllm_cfg.env_vars.CUDA_VISIBLE_DEVICES", "managed"),
+    ("G.vllm_cfg.env_vars.PROMETHEUS_MULTIPROC_DIR=/x", "G.vllm_cfg.env_vars.PROMETHEUS_MULTIPROC_DIR", "managed"),
+    ("G.vllm_cfg.env_vars.DYNAMO_VENV=/x", "G.vllm_cfg.env_vars.DYNAMO_VENV", "DYNAMO_*"),
     ("G.vllm_cfg.env_vars.PYTHONPATH=/x", "G.vllm_cfg.env_vars.PYTHONPATH", "PYTHON*"),
     ("G.vllm_cfg.env_vars.A=true", "G.vllm_cfg.env_vars.A", "string"),
     ("G.vllm_cfg.env_vars={'A B': x}", "G.vllm_cfg.env_vars.A B", "no name"),
@@ -168,8 +237,15 @@ REFUSED = [
 ]
 
 ACCEPTED = [
-    "G.vllm_cfg.tensor_parallel_size=2 G.vllm_cfg.pipeline_parallel_size=2",
-    "G.vllm_cfg.tensor_parallel_size=4 G.vllm_cfg.expert_parallel_size=4",
+    "G.temperature=2",
+    "G.temperature=0.01",
+    "G.min_p=0 G.repetition_penalty=1.0 G.presence_penalty=0.0 G.logit_bias=null G.seed=null",
+    "G.vllm_kwargs.generation_config=vllm G.vllm_kwargs.override_generation_config={}",
+    "loss_fn={use_importance_sampling_correction: false, truncated_importance_sampling_ratio: null}",
+    "loss_fn.truncated_importance_sampling_type=tis",
+    "loss_fn={ratio_clip_c: null, use_cispo: false, reference_policy_kl_type: k3, kl_input_clamp_value: null}",
+    "G.vllm_cfg.vllm_metrics_logger_interval=0.5 G.dynamo_cfg.metrics_interval_s=0.5",
+    "G.vllm_cfg.enable_vllm_metrics_logger=false G.vllm_cfg.vllm_metrics_logger_interval=1.0",
     "G.vllm_cfg.data_parallel_size=1 G.vllm_kwargs.decode_context_parallel_size=1",
     "G.vllm_cfg.logprobs_mode=processed_logprobs",
     "G.vllm_cfg.async_engine=true G.vllm_cfg.use_tqdm=true G.vllm_cfg.use_deep_gemm=false",
@@ -179,7 +255,7 @@ ACCEPTED = [
     "G.vllm_cfg.tool_parser_plugin=null G.vllm_kwargs.speculative_config=null",
     "G.mcore_generation_config=null G.refit_transport=null G.real_quant=false G.port_range_low=3000",
     "G.stop_token_ids=[1,2,3,4]",
-    f"{W}.extra_cli_args=[--seed,'-1',--async-scheduling,--compilation-config.mode,'0']",
+    f"{W}.extra_cli_args=[--max-logprobs,'-1',--async-scheduling,--compilation-config.mode,'0']",
     f"{W}.extra_cli_args=[--compilation-config.mode,'0',--compilation-config.cudagraph_mode=NONE]",
     f"{W}.extra_cli_args=[--cudagraph-capture-sizes,'1','2','4',--no-enable-chunked-prefill]",
     f"{F}.router_mode=round-robin",
@@ -218,10 +294,29 @@ def test_accepted(load, overrides):
     assert load(*split(overrides)).warnings() == []
 
 
-def test_all_errors_come_at_once(load):
-    with pytest.raises(RecipeError) as caught:
-        load("G.vllm_kwargs.dtype=half", "G.colocated.enabled=true", "G.vllm_cfg.env_vars.DYN_X=1")
-    assert len(caught.value.problems) == 3
+@pytest.mark.parametrize(
+    ("rule", "overrides", "key", "message"),
+    [
+        (rules._group_fits, "G.vllm_cfg.tensor_parallel_size=8", "tensor_parallel_size", "fit on one node"),
+        (
+            rules._group_fits,
+            "G.vllm_cfg.tensor_parallel_size=4 G.vllm_cfg.pipeline_parallel_size=2",
+            "tensor_parallel_size",
+            "takes 8 devices",
+        ),
+        (rules._group_fits, "G.vllm_cfg.tensor_parallel_size=3", "gpus_per_node", "do not divide"),
+        (
+            rules._expert_group,
+            "G.vllm_cfg.tensor_parallel_size=4 G.vllm_cfg.expert_parallel_size=2",
+            "expert_parallel_size",
+            "must be 1 or tensor_parallel_size, 4",
+        ),
+    ],
+)
+def test_groups_of_several_ranks(read, rule, overrides, key, message):
+    (problem,) = rule(read(*split(overrides)))
+    assert problem.key.endswith(f".{key}")
+    assert message in problem.message
 
 
 def test_variables_of_a_shared_gpu_are_managed_there(load):
@@ -246,6 +341,37 @@ def test_stops_that_the_pinned_dynamo_does_not_take_are_warned_of(load):
     assert "500 beyond 4" in strings
     assert "500 beyond 4" in ids
     assert "use stop_token_ids" in caution
+
+
+def test_normalising_what_has_no_deviation_is_warned_of(load):
+    (caution,) = load("grpo.num_generations_per_prompt=2").warnings()
+    assert caution.startswith("grpo.normalize_rewards=True: has no effect")
+    assert load("grpo.num_generations_per_prompt=2", "grpo.use_leave_one_out_baseline=false").warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"architectures": ["Qwen3ForCausalLM"]}', None),
+        ('{"architectures": ["Qwen3MoeForCausalLM"]}', "no proof of weights for architecture Qwen3MoeForCausalLM"),
+        ('{"architectures": []}', "no proof of weights for architecture None"),
+        ("[]", "no proof of weights for architecture None"),
+        ("not json", "cannot be read"),
+        (None, "holds no config.json"),
+        ('{"architectures": ["Qwen3ForCausalLM"], "quantization_config": {"bits": 4}}', "quantized"),
+    ],
+)
+def test_models_that_have_no_proof(load, tmp_path, config, message):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    if config is not None:
+        (folder / "config.json").write_text(config)
+    if message is None:
+        load(f"policy.model_name={folder}")
+        return
+    with pytest.raises(RecipeError, match=message) as caught:
+        load(f"policy.model_name={folder}")
+    assert [problem.key for problem in caught.value.problems] == ["policy.model_name"]
 
 
 def test_data_of_a_file(load, tmp_path):
