@@ -15,12 +15,12 @@ from enum import StrEnum
 
 PROMPTS = 16
 """Prompts of a round, sent together; one token is sampled after each."""
-MAX_ROUNDS = 8
+MAX_ROUNDS = 16
 OTHER_Z = 4.5
-"""Votes that say that the engine has the other version. Eight looks at exp(−4.5²/2) each: 3 in 10,000."""
+"""Votes that say that the engine has the other version. Sixteen looks at exp(−4.5²/2) each: 6 in 10,000."""
 NEW_Z = -3.0
 """Votes that say that it has the new one: by chance in at most 1 of 90."""
-ASK_AGAIN_Z = 1.0
+ASK_AGAIN_Z = 0.5
 """Votes that lean to the other version this far are worth another round."""
 FAR, FAR_NATS = 4.0, 0.01
 """An engine further from the trainer than this many times what is usual between them fits neither version, unless the

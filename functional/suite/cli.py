@@ -117,7 +117,9 @@ def probe_rates(
 def make_model_command(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],
     seed: Annotated[int, typer.Option(help="Seed of the weights and lessons.")] = 0,
-    shape: Annotated[str, typer.Option(help="tiny (taught arithmetic), or Qwen3-0.6B (random weights).")] = "tiny",
+    shape: Annotated[
+        str, typer.Option(help="tiny (taught arithmetic); Qwen3-0.6B or Qwen3-8B (random weights).")
+    ] = "tiny",
 ) -> None:
     """Make a small Qwen3 with its tokenizer, the same bytes each time.
 

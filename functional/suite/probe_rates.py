@@ -65,7 +65,7 @@ class RatesSession(Session):
         self.checks.add(
             "probe.old_weights_caught",
             caught >= 0.99,
-            f"at least {caught:.4f} of {PROBES} probes at {len(told)} shifts of 4× the noise or more ({noise:.5f} nats)",
+            f"at least {caught:.4f} of {PROBES} probes at {len(told)} shifts from 4× the noise ({noise:.5f} nats)",
         )
         (self.out / "probe_rates.json").write_text(json.dumps(self.report["probe_rates"], indent=1) + "\n")
 
