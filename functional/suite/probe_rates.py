@@ -6,16 +6,18 @@ false one; with the moved copy as the new version, the engine computes with the 
 Probes are put together from the rounds seen, drawn at random, and judged as a refit judges them.
 """
 
-import json
+import asyncio
 import random
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from functional.runtime.probe import MAX_ROUNDS, PROMPTS, Finding, Noise, Sighting, judge
+from functional.runtime.rollout import Completion, Sampling
 from functional.suite import driver
 from functional.suite.driver import Parts, Session, watched
 
@@ -23,6 +25,7 @@ ROUNDS = 64
 SIZES = tuple(0.5 / 2**power for power in range(11))
 """Of the moves, in standard deviations of each tensor."""
 PROBES = 10_000
+COST_REPEATS = 9
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,13 @@ class RatesSession(Session):
             rates.append(measure(size, engine, own, moved))
             self.say(describe(rates[-1]))
         noise = statistics.fmean(abs(a - b) for a, b in zip(engine, own, strict=True))
-        self.report["probe_rates"] = {"noise": noise, "tokens": len(flat), "rates": [asdict(rate) for rate in rates]}
+        self.report["probe_rates"] = {
+            "parameters": self.report["parameters"],
+            "noise": noise,
+            "tokens": len(flat),
+            "seconds": self._cost(parts),
+            "rates": [asdict(rate) for rate in rates],
+        }
         false_alarms = max(rate.false_alarms for rate in rates)
         self.checks.add("probe.false_alarms", false_alarms <= 0.001, f"at most {false_alarms:.5f} of {PROBES} probes")
         told = [rate for rate in rates if rate.shift_over_noise >= 4]
@@ -67,7 +76,24 @@ class RatesSession(Session):
             caught >= 0.99,
             f"at least {caught:.4f} of {PROBES} probes at {len(told)} shifts from 4× the noise ({noise:.5f} nats)",
         )
-        (self.out / "probe_rates.json").write_text(json.dumps(self.report["probe_rates"], indent=1) + "\n")
+        self.say(f"seconds: {self.report['probe_rates']['seconds']}")
+
+    def _cost(self, parts: Parts) -> dict[str, float]:
+        """Median seconds of a round, and of as many tokens after one prompt, taken in turns with caches cleared."""
+        worker, one = parts.refit.workers[0], parts.overlap_prompt
+        sampling = Sampling(PROMPTS, parts.sampling.temperature, ignore_eos=True)
+
+        def ask_one() -> list[Completion]:
+            return asyncio.run(parts.prober.complete_on(worker.instance_id, [one], sampling))
+
+        ways = {"one token after each prompt": lambda: parts.probe(worker, 0), "all after one": ask_one}
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for way, ask in [*ways.items()] * COST_REPEATS:
+            worker.control.call("flush_cache")
+            began = time.monotonic()
+            ask()
+            seconds[way].append(time.monotonic() - began)
+        return {way: statistics.median(taken) for way, taken in seconds.items()}
 
 
 def measure(size: float, engine: Sequence[float], own: Sequence[float], moved: Sequence[float]) -> Rate:
