@@ -18,8 +18,9 @@ from kit.layout import release
 from kit.steps import complete_step, size_text
 from sqsh.cancel import Cancel, in_thread
 from sqsh.errors import SqshError
-from sqsh.image import Image, find_image
-from sqsh.stream import Blob, LayerStream, Limits
+from sqsh.image import find_image
+from sqsh.manifest import Blob, Image
+from sqsh.stream import LayerStream, Limits
 from sqsh.tar import BLOCK_DEVICE, CHAR, FIFO, FILE, FOLDER, LINK, SYMLINK, Member, TarReader
 
 READ_SIZE = 1 << 20

@@ -240,11 +240,12 @@ class LoggerConfig(Section):
 
 
 class Thresholds(Section):
-    """`checks`: what the suite demands of a run."""
+    """`checks`: what the suite demands of a run. A bound left null is calibrated on the run's own model and engine
+    (docs/refit.md); token_mult_prob_error is a mean of exp(|nats|), logprob_noise nats, shift_over_noise a ratio."""
 
-    token_mult_prob_error: float = Field(1.05, gt=1)
-    logprob_noise: float = Field(0.05, gt=0)
-    shift_over_noise: float = Field(10.0, gt=0)
+    token_mult_prob_error: float | None = Field(None, gt=1)
+    logprob_noise: float | None = Field(None, gt=0)
+    shift_over_noise: float | None = Field(None, gt=0)
     require_reward_variance: bool = True
 
 

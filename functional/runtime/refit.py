@@ -9,7 +9,7 @@ when that fails too. docs/refit.md has the states as a diagram and the interface
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from functional.runtime.control import ControlError, WorkerLostError
 from functional.runtime.errors import InterruptedRunError, RefitError, RunError
 from functional.runtime.fleet import Worker
+from functional.runtime.probe import Finding, Noise, ProbeScore, Sighting, judge
 from functional.runtime.refit_machine import Event, RefitMachine, State, Transition
 from functional.runtime.refit_parts import (
     Probe,
-    ProbeScore,
     ProbeVerdict,
     RefitResult,
     Replace,
@@ -52,7 +52,6 @@ class FleetRefit:
         *,
         address: str,
         timeout_s: float,
-        noise: float,
         attempts: int = 3,
         replace: Replace | None = None,
         ranks_per_worker: int = 1,
@@ -62,9 +61,9 @@ class FleetRefit:
     ) -> None:
         """address: of this machine, for the transfer's rendezvous; timeout_s: the engine-side deadline of each wait.
 
-        noise: how far, in nats, a probe may lie from the trainer's log-probs; attempts: tries of one version;
-        ranks_per_worker: tensor × pipeline parallel size of an engine; on_step hears the version being brought about
-        and each step's name as it begins; pool runs the calls to the workers (a thread each, if not given).
+        attempts: tries of one version; ranks_per_worker: tensor × pipeline parallel size of an engine; on_step hears
+        the version being brought about and each step's name as it begins; pool runs the calls to the workers (a thread
+        each, if not given).
         """
         self.workers = list(workers)
         self.version: int | None = None
@@ -73,7 +72,7 @@ class FleetRefit:
         self._probe = probe
         self._address = address
         self._timeout_s = timeout_s
-        self._noise = noise
+        self._noise = Noise()
         self._attempts = attempts
         self._replace = replace
         self._ranks_per_worker = ranks_per_worker
@@ -281,8 +280,11 @@ class FleetRefit:
 
     def _judge_probes(self, result: RefitResult) -> None:
         with self._step("probe", result):
-            completions = self._on_all(self._probe)
-            result.probes += [self._judge(*pair) for pair in zip(self.workers, completions, strict=True)]
+            first = self._on_all(lambda worker: self._probe(worker, 0))
+            seen = [self._judge(*pair) for pair in zip(self.workers, first, strict=True)]
+            result.probes += [verdict for verdict, _ in seen]
+            for _, sightings in seen:
+                self._noise.learn(sightings)
 
     @contextmanager
     def _step(self, name: str, result: RefitResult) -> Iterator[None]:
@@ -314,8 +316,8 @@ class FleetRefit:
         """
         if worker.instance_id in self._warmed:
             return
-        self._probe(worker)
-        cached = self._probe(worker).cached_tokens
+        self._probe(worker, 0)
+        cached = cached_tokens(self._probe(worker, 0))
         if cached == 0:
             raise RefitError(
                 f"worker {worker.index}: a repeated probe did not hit the prefix cache; a clear would be unseen"
@@ -360,33 +362,35 @@ class FleetRefit:
             raise
         own.result()
 
-    def _judge(self, worker: Worker, completion: Completion) -> ProbeVerdict:
-        if completion.problem:
-            raise RefitError(f"worker {worker.index}: probe after the update: {completion.problem}")
-        if completion.cached_tokens:
+    def _judge(self, worker: Worker, completions: Sequence[Completion]) -> tuple[ProbeVerdict, list[Sighting]]:
+        """The verdict on a worker, and the tokens it rests on."""
+        cached = cached_tokens(completions)
+        if cached:
             raise RefitError(
-                f"worker {worker.index}: {completion.cached_tokens} cached tokens on the probe after the clear: "
-                "the cache was not cleared"
+                f"worker {worker.index}: {cached} cached tokens on the probe after the clear: the cache was not cleared"
             )
-        score = self._source.score(completion)
-        current = mean_difference(completion.logprobs, score.current)
-        previous = shift = None
-        if score.previous is not None:
-            previous = mean_difference(completion.logprobs, score.previous)
-            shift = mean_difference(score.current, score.previous)
-        cached = (self._warmed[worker.instance_id], completion.cached_tokens)
-        verdict = ProbeVerdict(worker.index, current, previous, shift, *cached)
-        if not current <= self._noise:  # nor is NaN
+        first = self._sight(worker, completions)
+        reading, sightings = judge(first, lambda number: self._sight(worker, self._probe(worker, number)), self._noise)
+        if reading.finding is Finding.OTHER:
             raise RefitError(
-                f"worker {worker.index}: the probe's log-probs lie {current:.4f} nats from the trainer's at the new "
-                f"version (at most {self._noise:g})"
+                f"worker {worker.index}: the probe fits the other version ({reading.previous:.4f} nats) better than "
+                f"the new one ({reading.current:.4f} nats), {reading.tokens} tokens, z {reading.votes:.1f}"
             )
-        if verdict.fits_other:
+        return ProbeVerdict(worker.index, reading, self._warmed[worker.instance_id], cached), sightings
+
+    def _sight(self, worker: Worker, completions: Sequence[Completion]) -> list[Sighting]:
+        for completion in completions:
+            if completion.problem:
+                raise RefitError(f"worker {worker.index}: probe after the update: {completion.problem}")
+        score = self._source.score(completions)
+        engine = [value for completion in completions for value in completion.logprobs]
+        other = score.previous if score.previous is not None else [None] * len(engine)
+        sightings = [Sighting(*values) for values in zip(engine, score.current, other, strict=True)]
+        if not all(sighting.is_finite for sighting in sightings):
             raise RefitError(
-                f"worker {worker.index}: the probe fits the other version ({previous:.4f} nats) better than the new "
-                f"one ({current:.4f} nats)"
+                f"worker {worker.index}: a log-prob of the probe is not finite in the engine or the trainer"
             )
-        return verdict
+        return sightings
 
 
 def rank_geometry(num_workers: int, ranks_per_worker: int) -> tuple[int, list[int]]:
@@ -401,9 +405,9 @@ def check_label(worker: Worker, label: str) -> None:
         raise RefitError(f"worker {worker.index} reports version {found!r}, expected {label!r}")
 
 
-def mean_difference(a: list[float] | tuple[float, ...], b: list[float]) -> float:
-    """Mean |a − b| over tokens, nats."""
-    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
+def cached_tokens(completions: Sequence[Completion]) -> int:
+    """How many prompt tokens the engine found in its prefix cache."""
+    return sum(completion.cached_tokens for completion in completions)
 
 
 def one_line(error: BaseException) -> str:

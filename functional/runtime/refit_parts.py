@@ -1,26 +1,18 @@
 """What a refit works with: the trainer's weights, a probe, a way to replace a worker; and what it answers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from functional.runtime.errors import RefitError
 from functional.runtime.fleet import Worker
+from functional.runtime.probe import ProbeScore, Reading
 from functional.runtime.refit_machine import Transition
 from functional.runtime.rollout import Completion
 
 
 class SourceLostError(RefitError):
     """The trainer that sends the weights is gone: there is nothing to retry with."""
-
-
-@dataclass(frozen=True)
-class ProbeScore:
-    """The trainer's log-probs of a probe's tokens, nats, one each: `current` under the version being sent, `previous`
-    under the other version it holds, if any."""
-
-    current: list[float]
-    previous: list[float] | None
 
 
 class WeightSource(Protocol):
@@ -51,14 +43,15 @@ class WeightSource(Protocol):
     def abort(self, reason: str) -> None:
         """Make a blocked `connect` or `send` of another thread raise."""
 
-    def score(self, completion: Completion) -> ProbeScore:
-        """Log-probs of the completion's tokens under the selected version, and under the other one held."""
+    def score(self, completions: Sequence[Completion]) -> ProbeScore:
+        """Log-probs of the completions' tokens, one after the other, under the selected version and the other held."""
 
 
 class Probe(Protocol):
-    """Completes a fixed prompt on one worker, past the admission gate. Its prompt spans more than one cache block."""
+    """Samples one token after each prompt of a round (from 0, fewer than `probe.MAX_ROUNDS`) on one worker, past the
+    admission gate. The prompts of a round are fixed, and each spans more than one cache block."""
 
-    def __call__(self, worker: Worker) -> Completion: ...
+    def __call__(self, worker: Worker, round_number: int) -> Sequence[Completion]: ...
 
 
 class Replace(Protocol):
@@ -72,24 +65,13 @@ class Replace(Protocol):
 
 @dataclass(frozen=True)
 class ProbeVerdict:
-    """Mean |engine − trainer| log-prob over a probe's tokens, nats, and `shift`, the same between the trainer's two
-    versions; `previous` and `shift` are None for a first version."""
+    """A worker's probe after an update: what it says, and the cached tokens of its first round before and after the
+    clear."""
 
     worker: int
-    current: float
-    previous: float | None
-    shift: float | None
+    reading: Reading
     cached_before: int
     cached_after: int
-
-    @property
-    def fits_other(self) -> bool:
-        """The engine lies from the other version less than half as far as the trainer's two versions from each other,
-        so further from the new one than from it. Where the two are too alike to say so, the hash alone tells which the
-        worker has."""
-        if self.previous is None or self.shift is None:
-            return False
-        return 2 * self.previous < self.shift
 
 
 @dataclass(frozen=True)

@@ -166,10 +166,17 @@ class RolloutClient:
                     task.cancel()
             return [outcome(found) for found in await asyncio.gather(*tasks, return_exceptions=True)]
 
-    async def complete_on(self, instance_id: int, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        """One completion by the named worker, past the gate: for probes while rollouts are shut out."""
+    async def complete_on(
+        self, instance_id: int, prompts: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[Completion]:
+        """One completion per prompt, in order, by the named worker, past the gate: for probes while rollouts are shut
+        out. The prompts are sent together."""
         async with self._http() as http:
-            return await self._complete(http, prompt, sampling, instance_id, "probe")
+            return list(
+                await asyncio.gather(
+                    *(self._complete(http, prompt, sampling, instance_id, "probe") for prompt in prompts)
+                )
+            )
 
     async def _rollout(
         self, http: httpx.AsyncClient, limit: asyncio.Semaphore, prompt: Sequence[int], sampling: Sampling

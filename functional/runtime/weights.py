@@ -1,6 +1,6 @@
 """The weight source of a trainer that has its weights in this process: a version in, named tensors out."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from functional.engine.errors import TransferError
 from functional.runtime.errors import RefitError
+from functional.runtime.probe import ProbeScore
 from functional.runtime.proof import expected_proof
-from functional.runtime.refit_parts import ProbeScore
 from functional.runtime.rollout import Completion
 from functional.runtime.sender import Sender, make_sender, update_info
 
@@ -27,7 +27,7 @@ class LocalWeights:
     def __init__(
         self,
         weights: Callable[[int], NamedTensors],
-        score: Callable[[int, Completion], ProbeScore],
+        score: Callable[[int, Sequence[Completion]], ProbeScore],
         config: Any,
         *,
         transport: str,
@@ -83,8 +83,8 @@ class LocalWeights:
         if self._sender is not None:
             self._sender.abort(reason)
 
-    def score(self, completion: Completion) -> ProbeScore:
-        return self._score(self._version, completion)
+    def score(self, completions: Sequence[Completion]) -> ProbeScore:
+        return self._score(self._version, completions)
 
     def close(self) -> None:
         """Let the transfer group go. Harmless when repeated."""

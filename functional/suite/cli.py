@@ -98,11 +98,28 @@ def refit_faults(
     raise typer.Exit(run_guarded([sys.executable, "-m", "functional.suite.refit_faults", *words], run_dir))
 
 
+@app.command("probe-rates")
+def probe_rates(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for the report, records and logs.")] = Path("functional-probe"),
+) -> None:
+    """Measure how often a refit's probe is right on this engine and model: false alarms, and old weights caught.
+
+    Example: functional probe-rates recipes/grpo_cpu.yaml --out /tmp/probe
+    """
+    run_dir = tempfile.mkdtemp(prefix="rl", dir="/tmp")
+    words = [str(recipe), str(out.resolve()), run_dir, *(overrides or [])]
+    raise typer.Exit(run_guarded([sys.executable, "-m", "functional.suite.probe_rates", *words], run_dir))
+
+
 @app.command("make-model")
 def make_model_command(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],
     seed: Annotated[int, typer.Option(help="Seed of the weights and lessons.")] = 0,
-    shape: Annotated[str, typer.Option(help="tiny (taught arithmetic), or Qwen3-0.6B (random weights).")] = "tiny",
+    shape: Annotated[
+        str, typer.Option(help="tiny (taught arithmetic); Qwen3-0.6B or Qwen3-8B (random weights).")
+    ] = "tiny",
 ) -> None:
     """Make a small Qwen3 with its tokenizer, the same bytes each time on one machine.
 

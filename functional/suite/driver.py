@@ -9,7 +9,6 @@ and data; it goes away with the run.
 import asyncio
 import json
 import os
-import random
 import shutil
 import signal
 import sys
@@ -29,9 +28,11 @@ from functional.runtime.fleet import Fleet, FleetSettings, Worker, new_namespace
 from functional.runtime.identity import RequestJournal
 from functional.runtime.options import shown_options
 from functional.runtime.paths import Programs, find_programs
+from functional.runtime.probe import probe_prompts
 from functional.runtime.records import RecordWriter, RolloutRecord
 from functional.runtime.refit import FleetRefit, RefitResult
 from functional.runtime.refit_machine import Event, State, Transition
+from functional.runtime.refit_parts import Probe
 from functional.runtime.rollout import AdmissionGate, Completion, RolloutClient, Sampling
 from functional.runtime.rules import find_unsendable, merge_stop_strings
 from functional.runtime.telemetry import Telemetry, open_sinks
@@ -50,7 +51,6 @@ from functional.suite.versions import read_versions
 
 ADDRESS = "127.0.0.1"
 WATCH_INTERVAL_S = 0.5
-PROBE_TOKENS = 16
 SEED_TOKENS = 64
 EVENT_DELAY_S = 0.5
 
@@ -128,6 +128,7 @@ class Parts:
     trainer: Any
     client: RolloutClient
     prober: RolloutClient
+    probe: Probe
     refit: FleetRefit
     new_refit: Callable[[], FleetRefit]
     sampling: Sampling
@@ -135,7 +136,7 @@ class Parts:
     records: RecordWriter
     journal: RequestJournal
     telemetry: Telemetry
-    probe_prompt: tuple[int, ...]
+    overlap_prompt: tuple[int, ...]
     instances: list[Worker]
 
 
@@ -266,12 +267,13 @@ class Session:
             stop_strings=merge_stop_strings(generation.stop_strings),
         )
         vocabulary = min(len(tokenizer), model_config["vocab_size"])
-        probe_prompt = probe_tokens(vocabulary, generation.vllm_kwargs.block_size)
-        probe_sampling = Sampling(PROBE_TOKENS, generation.temperature, ignore_eos=True)
+        probe_length = min(2 * generation.vllm_kwargs.block_size + 1, generation.vllm_cfg.max_model_len - 1)
+        probe_sampling = Sampling(1, generation.temperature, ignore_eos=True)
         instances = list(fleet.workers)
 
-        def probe(worker: Worker) -> Completion:
-            return asyncio.run(prober.complete_on(worker.instance_id, probe_prompt, probe_sampling))
+        def probe(worker: Worker, round_number: int) -> list[Completion]:
+            prompts = probe_prompts(round_number, vocabulary, probe_length)
+            return asyncio.run(prober.complete_on(worker.instance_id, prompts, probe_sampling))
 
         def replace_lost(lost: Mapping[int, str]) -> list[Worker]:
             workers = fleet.replace(lost)
@@ -288,7 +290,6 @@ class Session:
                 probe,
                 address=ADDRESS,
                 timeout_s=generation.dynamo_cfg.control_timeout_s,
-                noise=recipe.checks.logprob_noise,
                 attempts=generation.dynamo_cfg.update_attempts,
                 replace=replace_lost,
                 ranks_per_worker=recipe.devices_per_engine,
@@ -305,6 +306,7 @@ class Session:
             trainer=trainer,
             client=client,
             prober=prober,
+            probe=probe,
             refit=new_refit(),
             new_refit=new_refit,
             sampling=sampling,
@@ -312,7 +314,7 @@ class Session:
             records=records,
             journal=journal,
             telemetry=telemetry,
-            probe_prompt=probe_prompt,
+            overlap_prompt=probe_prompts(0, vocabulary, probe_length)[0],
             instances=instances,
         )
 
@@ -357,8 +359,7 @@ class Session:
         Asked of the frontend itself: where a connection breaks behind the answer, the next attempt would find the
         prefix that the one before it left in the cache.
         """
-        prompt, temperature = parts.probe_prompt, parts.sampling.temperature
-        sampling = Sampling(PROBE_TOKENS, temperature, ignore_eos=True)
+        prompt, sampling = parts.overlap_prompt, Sampling(1, parts.sampling.temperature, ignore_eos=True)
 
         def routed() -> Completion:
             time.sleep(EVENT_DELAY_S)  # cache events reach the router behind the answers
@@ -370,7 +371,7 @@ class Session:
         for worker in parts.fleet.workers:
             worker.control.call("flush_cache")
             # An engine tells of a clear with its next step.
-            asyncio.run(parts.prober.complete_on(worker.instance_id, prompt[:4], Sampling(1, temperature)))
+            asyncio.run(parts.prober.complete_on(worker.instance_id, [prompt[:4]], sampling))
         verdicts.await_cleared(parts.fleet, cleared)
         verdicts.check_overlap(self.checks, warm, routed())
 
@@ -385,7 +386,7 @@ class Session:
         check_seeds(
             self.checks,
             parts.fleet.workers,
-            lambda worker: asyncio.run(parts.prober.complete_on(worker.instance_id, prompt, sampling)),
+            lambda worker: asyncio.run(parts.prober.complete_on(worker.instance_id, [prompt], sampling))[0],
         )
 
     def _keep_metrics(self, fleet: Fleet) -> None:
@@ -528,16 +529,6 @@ def watched(fleet: Fleet, reference: Any) -> Any:
     except RayError as error:
         cause = getattr(error, "cause", None) or error
         raise RunError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:400]}") from error
-
-
-def probe_tokens(count: int, block_size: int) -> tuple[int, ...]:
-    """A fixed prompt of more than one cache block: token IDs below `count` at random.
-
-    What follows such a prompt is uncertain, so a small change of the weights shows: after prompts that a trained model
-    knows the answer to, versions differ a hundred times less.
-    """
-    dice = random.Random(0)
-    return tuple(dice.randrange(count) for _ in range(2 * block_size + 1))
 
 
 def asdict_step(step: int, batch: verdicts.RolloutBatch, metrics: dict[str, float]) -> dict[str, Any]:

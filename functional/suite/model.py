@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "max_position_embeddings": 40960,
+    },
+    "Qwen3-8B": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
     },
 }
 
@@ -121,7 +133,8 @@ def make_model(out: Path, seed: int = 0, steps: int = 350, threads: int = 1) -> 
 
 
 def random_model(out: Path, shape: str = "Qwen3-0.6B", seed: int = 0) -> ModelSummary:
-    """Make a model of a real shape with random weights (normal, 0.02; norms 1) at `out`: 1.2 GB for Qwen3-0.6B.
+    """Make a model of a real shape with random weights (normal, 0.02; norms 1) at `out`: 1.2 GB for Qwen3-0.6B, 16.4 GB
+    for Qwen3-8B.
 
     Its tokenizer knows every ID of the model's vocabulary. Raises FileExistsError if `out` exists, ValueError for an
     unknown shape.
@@ -134,13 +147,7 @@ def random_model(out: Path, shape: str = "Qwen3-0.6B", seed: int = 0) -> ModelSu
         config = qwen3_config(SHAPES[shape], tokenizer)
         with torch.device("meta"):
             skeleton = Qwen3ForCausalLM(config)
-        generator = torch.Generator().manual_seed(seed)
-        weights = {
-            name: torch.ones(p.shape, dtype=torch.bfloat16)
-            if p.ndim == 1
-            else torch.empty(p.shape).normal_(0, config.initializer_range, generator=generator).bfloat16()
-            for name, p in skeleton.named_parameters()
-        }
+        weights = random_weights(skeleton, config.initializer_range, seed)
         write_model(folder, config, weights, tokenizer)
         return ModelSummary(
             path=str(out),
@@ -152,12 +159,26 @@ def random_model(out: Path, shape: str = "Qwen3-0.6B", seed: int = 0) -> ModelSu
         )
 
 
+def random_weights(skeleton: Any, deviation: float, seed: int) -> dict[str, Tensor]:
+    """bfloat16 weights for the skeleton's parameters, many at a time; each has a generator of its own."""
+
+    def make(item: tuple[int, tuple[str, Tensor]]) -> tuple[str, Tensor]:
+        index, (name, parameter) = item
+        if parameter.ndim == 1:
+            return name, torch.ones(parameter.shape, dtype=torch.bfloat16)
+        generator = torch.Generator().manual_seed((seed << 32) + index)
+        return name, torch.empty(parameter.shape).normal_(0, deviation, generator=generator).bfloat16()
+
+    with ThreadPoolExecutor() as pool:
+        return dict(pool.map(make, enumerate(skeleton.named_parameters())))
+
+
 def qwen3_config(shape: dict[str, Any], tokenizer: Tokenizer) -> Qwen3Config:
-    """A Qwen3 configuration of that shape, tied embeddings, bfloat16, with the tokenizer's special IDs."""
+    """A Qwen3 configuration of that shape, tied embeddings unless it says otherwise, bfloat16, with the tokenizer's
+    special IDs."""
     return Qwen3Config(
-        **shape,
+        **{"tie_word_embeddings": True, **shape},
         architectures=["Qwen3ForCausalLM"],
-        tie_word_embeddings=True,
         attention_bias=False,
         rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},

@@ -20,6 +20,12 @@ from transformers import AutoModelForCausalLM
 
 from functional.suite.grpo import LossConfig, clean, clipped_loss, mean_abs_difference
 
+ENGINE_ROUNDING = 4.0
+"""An engine agrees with the trainer within this many times what bfloat16 costs the trainer itself: as much again for
+the engine's own rounding makes 1.4; the rest is room for kernels that round more often."""
+ROUNDING_FLOOR = 0.01
+"""Nats; where rounding costs less, this much difference is allowed: it changes a probability by 1%."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -151,7 +157,7 @@ class Policy:
         """One optimizer step on the batch, and its metrics.
 
         Besides clipped_loss's: grad_norm (before clipping), logp_noise (mean |trainer - engine| in nats before the
-        step), logp_shift (mean |after - before| on the same samples), logp_shift_over_noise, tokens.
+        step), logp_shift (mean |after - before| on the same samples), tokens, and what `agreement_bounds` gives.
         Raises ValueError when gradients are not finite; the weights are then unchanged.
         """
         batch = batch.to(self.device)
@@ -159,6 +165,7 @@ class Policy:
             before = self._all_logprobs(self.model, batch)
             penalised = loss_config.reference_policy_kl_penalty > 0 and self.reference is not None
             reference = self._all_logprobs(self.reference, batch) if penalised else None
+        bounds = self.agreement_bounds(batch, before)
         tokens, samples = int(batch.mask.sum()), len(batch)
         gradients = {name: torch.zeros_like(m) for name, m in self.master.items()}
         metrics: dict[str, float] = {}
@@ -188,10 +195,29 @@ class Policy:
         shift = float(mean_abs_difference(after, before, batch.mask))
         return {
             **metrics,
+            **bounds,
             "tokens": float(tokens),
             "logp_noise": noise,
             "logp_shift": shift,
-            "logp_shift_over_noise": shift / noise if noise > 0 else math.inf,
+        }
+
+    @torch.no_grad()
+    def agreement_bounds(self, batch: Batch, logprobs: Tensor) -> dict[str, float]:
+        """How far engine and trainer may differ on these tokens, from what bfloat16 costs the trainer itself: its
+        log-probs against those of the same weights computed in float32, on the first micro-batch.
+
+        logprobs: the trainer's, [B, T]. Returns logp_rounding (mean |bfloat16 - float32|), logp_noise_bound (nats) and
+        token_mult_prob_error_bound.
+        """
+        start, stop = next(self._slices(len(batch)))
+        part = batch.rows(start, stop)
+        exact = self._logprobs(copy.deepcopy(self.model).float(), part)
+        rounding = (logprobs[start:stop] - exact).abs()[part.mask]
+        allowed = (ENGINE_ROUNDING * rounding).clamp(min=ROUNDING_FLOOR)
+        return {
+            "logp_rounding": float(rounding.mean()),
+            "logp_noise_bound": float(allowed.mean()),
+            "token_mult_prob_error_bound": float(allowed.exp().mean()),
         }
 
     def snapshot(self) -> dict[str, Tensor]:

@@ -77,6 +77,7 @@ class FaultSession(Session):
             "failing-n-times": self._failing_n_times,
             "failing-sends": self._failing_sends,
             "lying-sends": self._lying_sends,
+            "old-weights-proved": self._old_weights_proved,
             "clear-refused": self._clear_refused,
             "clear-ignored": self._clear_ignored,
             "worker-killed-generating": self._worker_killed_generating,
@@ -135,6 +136,11 @@ class FaultSession(Session):
             refused = [t.reason for t in result.transitions if t.event is Event.FAILED]
             proper = failed_in(result) == [State.PROVING] and "weights not proved" in refused[0]
             self._judge(f"lying-send-{fault.kind}", proper, result)
+
+    def _old_weights_proved(self, parts: Parts) -> None:
+        """An engine that computes with old weights under a satisfied proof: the probe refuses it."""
+        result = self._refit(parts, self._nudge(parts, SendFault("old")))
+        self._judge("old-weights-proved", failed_in(result) == [State.PROBING], result)
 
     def _clear_refused(self, parts: Parts) -> None:
         """A clear that fails keeps admission shut until one has been seen."""

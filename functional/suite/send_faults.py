@@ -7,14 +7,16 @@ from typing import Any, Literal
 
 import torch
 
+from functional.runtime.proof import expected_proof
 from functional.runtime.weights import LocalWeights, NamedTensors
 
-Kind = Literal["pause", "fail", "swap", "flip", "skip", "twice"]
+Kind = Literal["pause", "fail", "swap", "flip", "skip", "twice", "old"]
 
 
 @dataclass(frozen=True)
 class SendFault:
     """pause and fail: after `after` tensors. flip, skip and twice: at that tensor. swap: the first two of equal shape.
+    old: the version before the one selected is sent, and proved.
 
     version: the one update it is for (None: any); times: how often it strikes; pause_s: longest pause.
     """
@@ -35,6 +37,7 @@ class FaultyWeights(LocalWeights):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.fault: SendFault | None = None
+        self._given = 0
         self._aborted = threading.Event()
 
     @property
@@ -60,8 +63,16 @@ class FaultyWeights(LocalWeights):
             return None
         return fault
 
+    def select(self, version: int) -> None:
+        super().select(version)
+        fault = self._present()
+        self._given = version - 1 if fault is not None and fault.kind == "old" else version
+
+    def expected_proof(self) -> dict[str, Any]:
+        return expected_proof(self._weights(self._given), self._config)
+
     def _on_wire(self) -> NamedTensors:
-        fault, named = self._present(), super()._on_wire()
+        fault, named = self._present(), self._weights(self._given)
         return named if fault is None else tampered(named, fault)
 
     def _sending(self, named: NamedTensors) -> NamedTensors:

@@ -3,6 +3,7 @@
 import copy
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from functional.runtime.config import Recipe
 from functional.runtime.errors import RefitError
-from functional.runtime.refit_parts import ProbeScore, SourceLostError
+from functional.runtime.probe import ProbeScore
+from functional.runtime.refit_parts import SourceLostError
 from functional.runtime.rollout import Completion
 from functional.runtime.weights import NamedTensors
 from functional.runtime.worker_args import SHARED_GPU
@@ -98,6 +100,18 @@ class Trainer:
             moved[name] = host + NUDGE * host.std() * torch.randn(host.shape, generator=generator)
         self._policy.restore(moved)
 
+    def score_nudged(self, completions: Sequence[Completion], size: float, seed: int) -> list[float]:
+        """Log-probs of the completions' tokens under weights moved by noise of `size` standard deviations of each
+        tensor; the policy keeps its own."""
+        moved = copy.copy(self._policy)
+        moved.model = copy.deepcopy(self._policy.model)
+        generator = torch.Generator(self._policy.device).manual_seed(seed)
+        with torch.no_grad():
+            for parameter in moved.model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+                parameter += (size * parameter.float().std() * noise).to(parameter.dtype)
+        return self._logprobs(moved, as_samples(completions))
+
     def set_fault(self, fault: SendFault | None) -> None:
         """What goes wrong in the sends to come."""
         self._weights.fault = fault
@@ -124,9 +138,9 @@ class Trainer:
             return iter(self._snapshot.weights.items())
         raise RefitError(f"the trainer holds no weights of policy version {version}")
 
-    def _score(self, version: int, completion: Completion) -> ProbeScore:
-        sample = Sample(completion.prompt_token_ids, completion.token_ids, completion.logprobs)
-        current = self._logprobs(self._policy, sample)
+    def _score(self, version: int, completions: Sequence[Completion]) -> ProbeScore:
+        samples = as_samples(completions)
+        current = self._logprobs(self._policy, samples)
         if self._snapshot is None:
             return ProbeScore(current, None)
         before = copy.copy(self._policy)
@@ -134,12 +148,18 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in before.model.named_parameters():
                 parameter.copy_(self._snapshot.weights[name])
-        previous = self._logprobs(before, sample)
+        previous = self._logprobs(before, samples)
         return ProbeScore(current, previous) if version == self._version else ProbeScore(previous, current)
 
-    def _logprobs(self, policy: Policy, sample: Sample) -> list[float]:
-        scored: list[float] = policy.logprobs(collate([sample]))[0].tolist()
+    def _logprobs(self, policy: Policy, samples: list[Sample]) -> list[float]:
+        """Of every completion token, sample after sample."""
+        batch = collate(samples)
+        scored: list[float] = policy.logprobs(batch)[batch.mask].tolist()
         return scored
+
+
+def as_samples(completions: Sequence[Completion]) -> list[Sample]:
+    return [Sample(c.prompt_token_ids, c.token_ids, c.logprobs) for c in completions]
 
 
 class RemoteWeights:
@@ -174,8 +194,8 @@ class RemoteWeights:
     def abort(self, reason: str) -> None:
         self._ask("abort", reason)
 
-    def score(self, completion: Completion) -> ProbeScore:
-        score: ProbeScore = self._ask("score", completion)
+    def score(self, completions: Sequence[Completion]) -> ProbeScore:
+        score: ProbeScore = self._ask("score", completions)
         return score
 
     def _ask(self, method: str, *arguments: Any) -> Any:

@@ -1,7 +1,7 @@
 """From what a run produced to checks: rollouts, steps, refits, routing."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from functional.runtime.errors import RunError
 from functional.runtime.fleet import Fleet, Worker
 from functional.runtime.identity import Attempt, join
 from functional.runtime.ports import FIRST, LAST
+from functional.runtime.probe import Finding
 from functional.runtime.refit import FleetRefit, RefitResult
 from functional.runtime.refit_machine import Event
+from functional.runtime.refit_parts import ProbeVerdict
 from functional.runtime.rollout import Completion
 from functional.runtime.telemetry import Telemetry
 from functional.suite.checks import Checklist
@@ -24,6 +26,8 @@ from functional.suite.sockets import ListeningSocket, ephemeral_range, listening
 
 KV_EVENTS = "dynamo_component_kv_cache_events_applied"
 EVENT_PATIENCE_S = 5.0
+SHIFT_TOLD = 4.0
+"""A step whose shift is this many times the noise between engine and trainer is told from it, as a probe tells it."""
 
 
 @dataclass(frozen=True)
@@ -107,28 +111,39 @@ def check_rollouts(
 def check_step(
     checks: Checklist, step: int, batch: RolloutBatch, metrics: dict[str, float], thresholds: Thresholds
 ) -> None:
-    """Engine and trainer agree before the step, and the step moves the policy far beyond their noise."""
-    error = metrics["token_mult_prob_error"]
-    checks.add(
-        f"step{step}.token_mult_prob_error",
-        error <= thresholds.token_mult_prob_error,
-        f"{error:.4f} (at most {thresholds.token_mult_prob_error:g})",
-        value=error,
-    )
+    """Engine and trainer agree before the step, as far as the model's own rounding lets them, and the step moves the
+    policy: by more than their noise, or it is said that this cannot be told."""
+    check_agreement(checks, f"step{step}", metrics, thresholds)
     noise, shift = metrics["logp_noise"], metrics["logp_shift"]
-    checks.add(
-        f"step{step}.logprobs_agree",
-        noise <= thresholds.logprob_noise,
-        f"mean |trainer − engine| {noise:.5f} nats (at most {thresholds.logprob_noise:g})",
-        noise=noise,
-    )
+    wanted = thresholds.shift_over_noise or SHIFT_TOLD
+    told = shift >= wanted * noise and shift > 0
     checks.add(
         f"step{step}.policy_moved",
-        shift >= thresholds.shift_over_noise * noise and shift > 0,
-        f"the step shifts the mean log-prob by {shift:.4f} nats, {metrics['logp_shift_over_noise']:.1f}× the noise "
-        f"(at least {thresholds.shift_over_noise:g}×)",
+        told or (shift > 0 and thresholds.shift_over_noise is None),
+        ("" if told else "cannot tell from noise: ")
+        + f"the step shifts the mean log-prob by {shift:.4f} nats, the noise is {noise:.5f} (told from {wanted:g}×)",
         shift=shift,
         noise=noise,
+        told=told,
+    )
+
+
+def check_agreement(checks: Checklist, name: str, metrics: dict[str, float], thresholds: Thresholds) -> None:
+    """Engine and trainer give the same tokens the same log-probs."""
+    error, error_bound = metrics["token_mult_prob_error"], thresholds.token_mult_prob_error
+    noise, noise_bound = metrics["logp_noise"], thresholds.logprob_noise
+    source = f"{metrics['logp_rounding']:.5f} nats of the trainer's own rounding"
+    error_bound = error_bound or metrics["token_mult_prob_error_bound"]
+    checks.add(
+        f"{name}.token_mult_prob_error", error <= error_bound, f"{error:.4f} (at most {error_bound:.4f})", value=error
+    )
+    noise_bound = noise_bound or metrics["logp_noise_bound"]
+    checks.add(
+        f"{name}.logprobs_agree",
+        noise <= noise_bound,
+        f"mean |trainer − engine| {noise:.5f} nats (at most {noise_bound:.5f}; {source})",
+        noise=noise,
+        bound=noise_bound,
     )
 
 
@@ -179,13 +194,21 @@ def check_refit(checks: Checklist, name: str, result: RefitResult, fleet: Fleet,
     )
     checks.add(
         f"{name}.probe_matches",
-        all(p.previous is None or p.previous > p.current for p in probes),
-        "; ".join(
-            f"worker {p.worker}: {p.current:.5f} nats from version {result.version}"
-            + ("" if p.previous is None else f", {p.previous:.5f} from the one before ({p.shift:.5f} between them)")
-            for p in probes
-        ),
-        probes=[vars(p) for p in probes],
+        all(p.reading.finding not in (Finding.OTHER, Finding.NEITHER) for p in probes),
+        "; ".join(describe_probe(p) for p in probes),
+        probes=[asdict(p) for p in probes],
+    )
+
+
+def describe_probe(probe: ProbeVerdict) -> str:
+    """One worker's probe in a few words."""
+    reading = probe.reading
+    text = f"worker {probe.worker}: {reading.finding}, {reading.current:.5f} nats from it"
+    if reading.previous is None:
+        return text
+    return (
+        f"{text}, {reading.previous:.5f} from the other ({reading.shift:.5f} between them), z {reading.votes:.1f} "
+        f"of {reading.tokens} tokens"
     )
 
 

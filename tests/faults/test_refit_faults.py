@@ -18,6 +18,7 @@ EXPECTED = {
     "lying-send-flip",
     "lying-send-skip",
     "lying-send-twice",
+    "old-weights-proved",
     "clear-refused",
     "clear-ignored",
     "clear-ignored.fleet_sound",

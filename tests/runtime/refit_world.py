@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from functional.runtime.control import ControlError, WorkerLostError
 from functional.runtime.errors import RefitError, RolloutError, RunError
 from functional.runtime.fleet import Worker
-from functional.runtime.refit import FleetRefit, ProbeScore, SourceLostError
+from functional.runtime.probe import PROMPTS, ProbeScore
+from functional.runtime.refit import FleetRefit, SourceLostError
 from functional.runtime.refit_machine import State
 from functional.runtime.rollout import AdmissionGate, Completion
 
@@ -91,7 +92,6 @@ class World:
             self.probe,
             address="127.0.0.1",
             timeout_s=0.01,
-            noise=0.1,
             attempts=attempts,
             replace=self.replace if replaceable else None,
             on_transition=lambda transition: self.assert_sound(),
@@ -124,14 +124,15 @@ class World:
         for engine in self.engines:
             engine.cache.add(engine.weights)
 
-    def probe(self, worker: Worker) -> Completion:
+    def probe(self, worker: Worker, round_number: int) -> list[Completion]:
         engine: Engine = worker.control.engine
         if engine.end or engine.paused or engine.loading or self.chooser.pick(["ok", "fails"]) == "fails":
             raise RolloutError(f"probe of worker {worker.index} failed")
         cached = 16 if engine.cache else 0
         engine.cache.add(engine.weights)
-        seen = (-1.0 if engine.weights is None else float(engine.weights),)
-        return Completion("r", (1,), (2,), seen, worker.instance_id, cached, None, 0.0, 0.0, None)
+        seen = (-100.0 if engine.weights is None else float(engine.weights),)
+        completion = Completion("r", (1,), (2,), seen, worker.instance_id, cached, None, 0.0, 0.0, None)
+        return [completion] * PROMPTS
 
     def replace(self, lost) -> list[Worker]:
         self.assert_sound()
@@ -173,9 +174,9 @@ class World:
     def abort(self, reason: str) -> None:
         self.alive()
 
-    def score(self, completion: Completion) -> ProbeScore:
+    def score(self, completions) -> ProbeScore:
         self.alive()
-        return ProbeScore([float(self.selected)], [self.selected + 5.0])
+        return ProbeScore([float(self.selected)] * len(completions), [self.selected + 5.0] * len(completions))
 
     def alive(self) -> None:
         if self.source_lost:

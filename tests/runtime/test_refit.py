@@ -1,12 +1,14 @@
 """FleetRefit over make-believe workers: what it answers, what it says when it stops, and who sits where in a group."""
 
 import itertools
+import math
 
 import pytest
 from refit_world import Chooser, World
 
 from functional.runtime.errors import InterruptedRunError, RefitError
-from functional.runtime.refit import ProbeScore, rank_geometry
+from functional.runtime.probe import ProbeScore
+from functional.runtime.refit import rank_geometry
 from functional.runtime.refit_machine import Event, State
 
 UNDISTURBED = Chooser([], 0)
@@ -36,28 +38,29 @@ def test_admission_is_shut_until_a_first_version_is_proved():
     assert world.gate.is_open
     assert (result.version, result.attempts, result.proved, result.replaced) == (0, 1, 1, [])
     assert [t.after for t in result.transitions][-2:] == [State.PROBING, State.SERVING]
-    assert {probe.previous for probe in result.probes} == {5.0}
+    assert {probe.reading.previous for probe in result.probes} == {5.0}
     assert all(probe.cached_before > 0 and probe.cached_after == 0 for probe in result.probes)
 
 
 @pytest.mark.parametrize(
     ("to_new", "to_other", "attempts"),
     [
-        pytest.param(0.05, 0.09, 1, id="nearer to the new one"),
-        pytest.param(0.05, 0.04, 1, id="a shift within the noise"),
-        pytest.param(0.05, -0.04, 2, id="clearly the other"),
-        pytest.param(0.05, 0.0, 2, id="exactly the other"),
+        pytest.param(0.05, 0.5, 1, id="nearer to the new one"),
+        pytest.param(0.5, 0.05, 2, id="clearly the other"),
+        pytest.param(0.5, 0.0, 2, id="exactly the other"),
+        pytest.param(0.5, 0.5, 1, id="as far from both: a repeat could not mend it"),
         pytest.param(float("nan"), 0.09, 2, id="not a number"),
     ],
 )
-def test_a_probe_speaks_where_versions_differ_by_more_than_its_noise(to_new, to_other, attempts):
+def test_a_probe_fails_an_attempt_when_it_tells_the_other_version(to_new, to_other, attempts):
     world = world_at(0, attempts=2, workers=1)
-    judged = []
+    rounds = []
 
-    def score(completion):
-        found = ProbeScore([world.selected + to_new], [world.selected + to_other])
-        judged.append(found)
-        return found if len(judged) == 1 else World.score(world, completion)
+    def score(completions):
+        rounds.append(len(completions))
+        if len(rounds) <= (1 if math.isnan(to_new) else 2):  # the other version is told by the second round
+            return ProbeScore([1.0 + to_new] * len(completions), [1.0 + to_other] * len(completions))
+        return World.score(world, completions)
 
     world.score = score
     assert world.refit.update(1).attempts == attempts
