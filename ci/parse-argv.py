@@ -8,10 +8,10 @@ vLLM asks its platform for defaults while it builds the parser, and finds none w
 import sys
 from pathlib import Path
 
-from functional.runtime import engine_check
-from functional.runtime.config import load_recipe
 from functional.runtime.errors import ConfigError
-from functional.runtime.paths import find_programs
+from functional.runtime.fleet.programs import find_programs
+from functional.runtime.recipe import parser_check
+from functional.runtime.recipe.model import load_recipe
 
 STAND_IN = """
 import vllm.platforms
@@ -22,9 +22,9 @@ TIMEOUT_S = 120.0
 
 
 def main(recipe: str) -> None:
-    engine_check.PARSE = STAND_IN + engine_check.PARSE
+    parser_check.PARSE = STAND_IN + parser_check.PARSE
     try:
-        with engine_check.EngineCheck.of(load_recipe(Path(recipe)), find_programs().dynamo_python, Path("/")) as check:
+        with parser_check.EngineCheck.of(load_recipe(Path(recipe)), find_programs().dynamo_python, Path("/")) as check:
             check.result(TIMEOUT_S)
     except ConfigError as error:
         sys.exit(f"error: {error}")

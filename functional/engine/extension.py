@@ -49,7 +49,7 @@ class WorkerExtension:
         """Raise ValueError unless the resident weights are, byte for byte, the expected ones.
 
         `expected` maps each parameter's name in vLLM's model to its dtype, shape and SHA-256
-        (`functional.runtime.proof.expected_proof`). Every parameter of the model must be named, and no other.
+        (`functional.runtime.refit.names.expected_proof`). Every parameter of the model must be named, and no other.
         """
         if self.parallel_config.world_size != 1:
             raise NotImplementedError("prove_weights: tensor or pipeline parallel workers are not supported yet")

@@ -99,7 +99,7 @@ class DeadlineEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: dict[str, Any] | Any) -> None:
-        raise NotImplementedError("send with functional.runtime.sender")
+        raise NotImplementedError("send with functional.runtime.refit.sender")
 
     def _new_group(self, store: TCPStore, rank: int, info: InitInfo) -> Group:
         raise NotImplementedError

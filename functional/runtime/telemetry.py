@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from functional.runtime.config import GenerationConfig, LoggerConfig
 from functional.runtime.errors import ConfigError
-from functional.runtime.fleet import Fleet
+from functional.runtime.fleet.fleet import Fleet
+from functional.runtime.recipe.model import GenerationConfig, LoggerConfig
 
 
 class Sink(Protocol):

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from functional.runtime import guard
 from functional.runtime.errors import RunError
+from functional.runtime.fleet import guard
 from functional.suite.cluster import ray_environment
 
 GRACE_S = 60.0

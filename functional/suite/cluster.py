@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from functional.runtime.config import Recipe
 from functional.runtime.errors import ConfigError, RunError
+from functional.runtime.recipe.model import Recipe
 
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 

@@ -5,8 +5,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from functional.runtime.config import Recipe
 from functional.runtime.errors import ConfigError
+from functional.runtime.recipe.model import Recipe
 from functional.suite.tasks import Question, Tokenizer, arithmetic, longest_prompt, read_questions, token_set_prompt
 
 TOKEN_SET_NUMBERS = (100_000, 123_456, 999_999)

@@ -20,21 +20,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from functional.runtime.architectures import find_model_problem
-from functional.runtime.config import Recipe, RecipeError
-from functional.runtime.engine_check import EngineCheck
 from functional.runtime.errors import ConfigError, InterruptedRunError, RolloutError, RunError
-from functional.runtime.fleet import Fleet, FleetSettings, Worker, new_namespace
-from functional.runtime.identity import RequestJournal
-from functional.runtime.options import shown_options
-from functional.runtime.paths import Programs, find_programs
-from functional.runtime.probe import probe_prompts
-from functional.runtime.records import RecordWriter, RolloutRecord
-from functional.runtime.refit import FleetRefit, RefitResult
-from functional.runtime.refit_machine import Event, State, Transition
-from functional.runtime.refit_parts import Probe
-from functional.runtime.rollout import AdmissionGate, Completion, RolloutClient, Sampling
-from functional.runtime.rules import find_unsendable, merge_stop_strings
+from functional.runtime.fleet.fleet import Fleet, FleetSettings, Worker, new_namespace
+from functional.runtime.fleet.programs import Programs, find_programs
+from functional.runtime.recipe.architectures import find_model_problem
+from functional.runtime.recipe.model import Recipe, RecipeError
+from functional.runtime.recipe.options import shown_options
+from functional.runtime.recipe.parser_check import EngineCheck
+from functional.runtime.recipe.rules import find_unsendable, merge_stop_strings
+from functional.runtime.refit.machine import Event, State, Transition
+from functional.runtime.refit.parts import Probe
+from functional.runtime.refit.probe import probe_prompts
+from functional.runtime.refit.transaction import FleetRefit, RefitResult
+from functional.runtime.rollout.client import AdmissionGate, Completion, RolloutClient, Sampling
+from functional.runtime.rollout.records import RecordWriter, RolloutRecord
+from functional.runtime.rollout.requests import RequestJournal
 from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import verdicts
 from functional.suite.checks import Checklist

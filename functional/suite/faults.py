@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.errors import ConfigError, RunError
-from functional.runtime.guard import descendants
+from functional.runtime.fleet.guard import descendants
 
 PATIENCE_S = 400.0
 LEFTOVER_DEADLINE_S = 10.0

@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from functional.runtime.guard import descendants
-from functional.runtime.ports import is_listening
+from functional.runtime.fleet.guard import descendants
+from functional.runtime.fleet.ports import is_listening
 
 
 def find_leftovers(run_dir: Path, ports: Iterable[int], wait_s: float = 10.0) -> list[str]:

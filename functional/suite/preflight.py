@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from functional.runtime.config import Recipe, load_recipe
 from functional.runtime.errors import ConfigError
-from functional.runtime.rules import BUILTIN_DATA, RULES, Problem
+from functional.runtime.recipe.model import Recipe, load_recipe
+from functional.runtime.recipe.rules import BUILTIN_DATA, RULES, Problem
 from functional.suite.data import measure_data
 from functional.suite.models import find_tokenizer
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from functional.runtime.probe import MAX_ROUNDS, PROMPTS, Finding, Noise, Sighting, judge
-from functional.runtime.rollout import Completion, Sampling
+from functional.runtime.refit.probe import MAX_ROUNDS, PROMPTS, Finding, Noise, Sighting, judge
+from functional.runtime.rollout.client import Completion, Sampling
 from functional.suite import driver
 from functional.suite.driver import Parts, Session, watched
 

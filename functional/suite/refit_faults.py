@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from functional.runtime.control import ControlError, WorkerControl
 from functional.runtime.errors import RefitError, RolloutError
-from functional.runtime.identity import received_requests
-from functional.runtime.refit import RefitResult
-from functional.runtime.refit_machine import Event, State, Transition
+from functional.runtime.fleet.control import ControlError, WorkerControl
+from functional.runtime.refit.machine import Event, State, Transition
+from functional.runtime.refit.transaction import RefitResult
+from functional.runtime.rollout.requests import received_requests
 from functional.suite import driver
 from functional.suite.driver import Parts, Session, watched
 from functional.suite.send_faults import SendFault

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from functional.runtime.paths import release_dir
+from functional.runtime.fleet.programs import release_dir
 from functional.suite.checks import Check
 
 SCHEMA_VERSION = 1

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
-from functional.runtime.fleet import Worker
-from functional.runtime.rollout import Completion
+from functional.runtime.fleet.fleet import Worker
+from functional.runtime.rollout.client import Completion
 from functional.suite.checks import Checklist
 
 CHANCE = 1e-9

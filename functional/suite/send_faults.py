@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from functional.runtime.proof import expected_proof
-from functional.runtime.weights import LocalWeights, NamedTensors
+from functional.runtime.refit.names import expected_proof
+from functional.runtime.refit.source import LocalWeights, NamedTensors
 
 Kind = Literal["pause", "fail", "swap", "flip", "skip", "twice", "old"]
 

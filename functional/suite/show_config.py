@@ -9,14 +9,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from functional.runtime.config import Recipe, RecipeError
-from functional.runtime.engine_check import EngineCheck
 from functional.runtime.errors import ConfigError
-from functional.runtime.options import GENERATION, shown_options
-from functional.runtime.paths import find_programs
-from functional.runtime.redact import redacted
-from functional.runtime.seeds import engine_seed
-from functional.runtime.worker_args import WorkerPlace, frontend_arguments, worker_arguments
+from functional.runtime.fleet.programs import find_programs
+from functional.runtime.recipe.argv import WorkerPlace, frontend_arguments, worker_arguments
+from functional.runtime.recipe.model import Recipe, RecipeError
+from functional.runtime.recipe.options import GENERATION, shown_options
+from functional.runtime.recipe.parser_check import EngineCheck
+from functional.runtime.recipe.redact import redacted
+from functional.runtime.recipe.seeds import engine_seed
 from functional.suite.data import measure_data
 from functional.suite.models import find_tokenizer
 from functional.suite.preflight import load_for_run

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from functional.runtime.guard import descendants
+from functional.runtime.fleet.guard import descendants
 
 LISTEN = "0A"
 

@@ -12,13 +12,13 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from functional.runtime.config import Recipe
 from functional.runtime.errors import RefitError
-from functional.runtime.probe import ProbeScore
-from functional.runtime.refit_parts import SourceLostError
-from functional.runtime.rollout import Completion
-from functional.runtime.weights import NamedTensors
-from functional.runtime.worker_args import SHARED_GPU
+from functional.runtime.recipe.argv import SHARED_GPU
+from functional.runtime.recipe.model import Recipe
+from functional.runtime.refit.parts import SourceLostError
+from functional.runtime.refit.probe import ProbeScore
+from functional.runtime.refit.source import NamedTensors
+from functional.runtime.rollout.client import Completion
 from functional.suite.grpo import LossConfig
 from functional.suite.policy import Policy, Sample, collate
 from functional.suite.send_faults import FaultyWeights, SendFault

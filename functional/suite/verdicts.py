@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from functional.runtime.config import GrpoConfig, Thresholds
 from functional.runtime.errors import RunError
-from functional.runtime.fleet import Fleet, Worker
-from functional.runtime.identity import Attempt, join
-from functional.runtime.ports import FIRST, LAST
-from functional.runtime.probe import Finding
-from functional.runtime.refit import FleetRefit, RefitResult
-from functional.runtime.refit_machine import Event
-from functional.runtime.refit_parts import ProbeVerdict
-from functional.runtime.rollout import Completion
+from functional.runtime.fleet.fleet import Fleet, Worker
+from functional.runtime.fleet.ports import FIRST, LAST
+from functional.runtime.recipe.model import GrpoConfig, Thresholds
+from functional.runtime.refit.machine import Event
+from functional.runtime.refit.parts import ProbeVerdict
+from functional.runtime.refit.probe import Finding
+from functional.runtime.refit.transaction import FleetRefit, RefitResult
+from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.requests import Attempt, join
 from functional.runtime.telemetry import Telemetry
 from functional.suite.checks import Checklist
 from functional.suite.grpo import advantages

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from functional.runtime.paths import Programs
+    from functional.runtime.fleet.programs import Programs
 
 TRAINER_PACKAGES = ("torch", "transformers", "ray", "nvidia-nccl-cu13", "dynamo-rl-functional")
 DYNAMO_PACKAGES = (

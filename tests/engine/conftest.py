@@ -1,18 +1,10 @@
 """A real vLLM CPU engine with the plugin, and two versions of a small random Qwen3 to move between."""
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-# These run in the environments of the image: with torch the transfer and the proof, with vLLM all of them.
-collect_ignore = []
-if importlib.util.find_spec("torch") is None:
-    collect_ignore += ["test_proof.py", "test_transfer.py"]
-if importlib.util.find_spec("vllm") is None:
-    collect_ignore += ["test_reload_patch.py", "test_vllm_refit.py"]
 
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from functional.engine.errors import TransferError
-from functional.runtime.sender import make_sender, update_info
+from functional.runtime.refit.sender import make_sender, update_info
 
 SMALL_CHUNKS = 20_000
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from functional.engine.proof import TensorProof, differences, prove_tensor, refuse
-from functional.runtime.proof import engine_name, expected_proof
+from functional.runtime.refit.names import engine_name, expected_proof
 
 UNTIED = SimpleNamespace(architectures=["Qwen3ForCausalLM"], tie_word_embeddings=False)
 TIED = SimpleNamespace(architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True)

@@ -21,7 +21,7 @@ from functional.engine.group import join_store, local_address
 from functional.engine.nccl import NcclGroup
 from functional.engine.proof import prove_tensor
 from functional.engine.wire import Manifest, receive
-from functional.runtime.sender import make_sender, update_info
+from functional.runtime.refit.sender import make_sender, update_info
 
 TRANSPORT = os.environ.get("TRANSPORT", "gloo")
 MIB = 1 << 20

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from functional.runtime.proof import engine_name, expected_proof
+from functional.runtime.refit.names import engine_name, expected_proof
 
 TRANSPORT = os.environ.get("TRANSPORT", "gloo")
 TIMEOUT_S = 8.0 if TRANSPORT == "gloo" else 15.0
@@ -180,7 +180,7 @@ def test_without_reset_a_failed_update_would_leave_garbage(engine: Any, versions
 
 
 def test_abort_ends_a_blocked_sender() -> None:
-    from functional.runtime.sender import TransferError, make_sender
+    from functional.runtime.refit.sender import TransferError, make_sender
 
     sender = make_sender("gloo", "cpu", 60)
     sender.listen("127.0.0.1")

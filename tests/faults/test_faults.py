@@ -10,10 +10,10 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from functional.runtime.identity import Attempt, join
-from functional.runtime.paths import functional_home
-from functional.runtime.records import read_records
-from functional.runtime.seeds import engine_seed
+from functional.runtime.fleet.programs import functional_home
+from functional.runtime.recipe.seeds import engine_seed
+from functional.runtime.rollout.records import read_records
+from functional.runtime.rollout.requests import Attempt, join
 from functional.suite.faults import CASES, run_case
 from functional.suite.models import find_model
 

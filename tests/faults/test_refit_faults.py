@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from functional.runtime.paths import functional_home
-from functional.runtime.seeds import engine_seed
+from functional.runtime.fleet.programs import functional_home
+from functional.runtime.recipe.seeds import engine_seed
 
 RECIPE = functional_home() / "recipes" / "grpo_cpu.yaml"
 EXPECTED = {

@@ -1,5 +1,5 @@
-"""Tests of functional.runtime and functional.suite; they need the trainer's environment."""
+"""Recipes to test with."""
 
-import importlib.util
+from tests.recipes import dynamo_python, load, read, recipe_path
 
-collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_*.py"]
+__all__ = ["dynamo_python", "load", "read", "recipe_path"]

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 
-from functional.runtime.control import ControlError, WorkerLostError
 from functional.runtime.errors import RefitError, RolloutError, RunError
-from functional.runtime.fleet import Worker
-from functional.runtime.probe import PROMPTS, ProbeScore
-from functional.runtime.refit import FleetRefit, SourceLostError
-from functional.runtime.refit_machine import State
-from functional.runtime.rollout import AdmissionGate, Completion
+from functional.runtime.fleet.control import ControlError, WorkerLostError
+from functional.runtime.fleet.fleet import Worker
+from functional.runtime.refit.machine import State
+from functional.runtime.refit.probe import PROMPTS, ProbeScore
+from functional.runtime.refit.transaction import FleetRefit, SourceLostError
+from functional.runtime.rollout.client import AdmissionGate, Completion
 
 VERSION = "get_weight_version"
 UPDATE = "update_weights_from_distributed"

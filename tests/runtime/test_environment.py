@@ -10,13 +10,13 @@ import httpx
 import pytest
 
 from functional.runtime import environment, fleet
-from functional.runtime.config import GenerationConfig
-from functional.runtime.environment import inherited_environment, is_inherited, left_out, program_environment
 from functional.runtime.errors import ProcessDiedError
-from functional.runtime.fleet import Fleet, FleetSettings, WorkerOwner
-from functional.runtime.paths import Programs, find_programs
-from functional.runtime.seeds import engine_seed
-from functional.runtime.worker_args import SHARED_GPU
+from functional.runtime.fleet.fleet import Fleet, FleetSettings, WorkerOwner
+from functional.runtime.fleet.programs import Programs, find_programs
+from functional.runtime.recipe.argv import SHARED_GPU
+from functional.runtime.recipe.environment import inherited_environment, is_inherited, left_out, program_environment
+from functional.runtime.recipe.model import GenerationConfig
+from functional.runtime.recipe.seeds import engine_seed
 
 FOREIGN = {
     "ETCD_NAME": "node7",

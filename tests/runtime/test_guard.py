@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from functional.runtime import guard
 from functional.runtime.errors import ProcessDiedError
-from functional.runtime.process import ManagedProcess
+from functional.runtime.fleet import guard
+from functional.runtime.fleet.process import ManagedProcess
 
 # Starts a daemon that leaves its session and its parent, as Ray's do, then sleeps.
 TREE = "setsid sh -c 'sleep 300 & echo $! > {pids}' ; sleep 300"
@@ -63,7 +63,7 @@ def test_a_killed_main_process_takes_its_daemon_along_and_is_reported(process, t
 
 def test_nothing_survives_a_killed_starter(tmp_path):
     code = (
-        "import os, sys, time; from pathlib import Path; from functional.runtime.process import ManagedProcess\n"
+        "import os, sys, time; from pathlib import Path; from functional.runtime.fleet.process import ManagedProcess\n"
         f"p = ManagedProcess('x', ['sleep', '300'], Path({str(tmp_path / 'log')!r}), os.environ, 2)\n"
         "time.sleep(0.5); print(p.guard_pid, *p.pids(), flush=True); time.sleep(300)"
     )

@@ -2,7 +2,7 @@
 
 import socket
 
-from functional.runtime.ports import FIRST, LAST, PortRange, is_listening
+from functional.runtime.fleet.ports import FIRST, LAST, PortRange, is_listening
 
 
 def test_ports_are_in_range_and_distinct():

@@ -7,7 +7,7 @@ from statistics import fmean as mean
 
 import pytest
 
-from functional.runtime.probe import (
+from functional.runtime.refit.probe import (
     MAX_ROUNDS,
     OTHER_Z,
     PROMPTS,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from functional.runtime.records import RecordWriter, RolloutRecord, read_records
+from functional.runtime.rollout.records import RecordWriter, RolloutRecord, read_records
 
 
 def record(rollout):

@@ -7,9 +7,9 @@ import pytest
 from refit_world import Chooser, World
 
 from functional.runtime.errors import InterruptedRunError, RefitError
-from functional.runtime.probe import ProbeScore
-from functional.runtime.refit import rank_geometry
-from functional.runtime.refit_machine import Event, State
+from functional.runtime.refit.machine import Event, State
+from functional.runtime.refit.probe import ProbeScore
+from functional.runtime.refit.transaction import rank_geometry
 
 UNDISTURBED = Chooser([], 0)
 

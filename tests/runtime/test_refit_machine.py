@@ -6,9 +6,9 @@ import pytest
 from refit_world import Chooser, Unsound, World, explore
 
 from functional.runtime.errors import RefitError
-from functional.runtime.refit import FleetRefit
-from functional.runtime.refit_machine import PATH, TABLE, Event, RefitMachine, State
-from functional.runtime.rollout import AdmissionGate
+from functional.runtime.refit.machine import PATH, TABLE, Event, RefitMachine, State
+from functional.runtime.refit.transaction import FleetRefit
+from functional.runtime.rollout.client import AdmissionGate
 
 
 def test_every_state_but_stopped_has_a_way_on_and_every_failure_leads_to_recovery():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from functional.runtime.config import GenerationConfig
+from functional.runtime.recipe.model import GenerationConfig
 from functional.runtime.telemetry import Telemetry
 
 FLEET = SimpleNamespace(workers=[], frontend=SimpleNamespace(metrics=lambda: ""))

@@ -1,0 +1,116 @@
+"""Command lines of the fleet's Dynamo programs, from a recipe, and which of their flags are the runtime's."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from functional.runtime.recipe.options import GENERATION, WORKER_ARGS, classify
+
+if TYPE_CHECKING:
+    from functional.runtime.recipe.model import FrontendArgs, GenerationConfig, WorkerArgs
+
+SERVED_MODEL = "policy"
+WORKER_EXTENSION = "functional.engine.extension.WorkerExtension"
+TRANSFER_BACKEND = {"cpu": "gloo", "cuda": "nccl_deadline"}
+SHARED_GPU = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
+"""Environment of trainer and worker when both are NCCL ranks on one GPU (needs NCCL 2.30.7)."""
+
+MANAGED = "managed: set by the runtime"
+ONE_LISTENER = "managed: the frontend has one listener, plain HTTP on the job's interface"
+TOKEN_PATH = "managed: the token path depends on it"
+FRONTEND_ARGS = f"{GENERATION}.dynamo_cfg.frontend_args"
+FRONTEND_OWNERS = {
+    **dict.fromkeys(("http_host", "http_port", "namespace", "namespace_prefix"), MANAGED),
+    **dict.fromkeys(("discovery_backend", "request_plane", "event_plane"), MANAGED),
+    **dict.fromkeys(("model_name", "model_path", "interactive", "version", "dump_config_to"), MANAGED),
+    **dict.fromkeys(("tls_cert_path", "tls_key_path", "kserve_grpc_server", "grpc_metrics_port"), ONE_LISTENER),
+    **dict.fromkeys(("dyn_chat_processor", "dyn_preprocess_workers", "migration_limit"), TOKEN_PATH),
+    "router_mode": f"is already set by {FRONTEND_ARGS}.router_mode",
+    "router_reset_states": f"is already set by {FRONTEND_ARGS}.router_reset_states",
+    "tokenizer": f"is already set by {FRONTEND_ARGS}.tokenizer",
+}
+"""Frontend flags that `extra_cli_args` may not hold, and why."""
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """What a worker's command line needs beside the recipe. `events`: path of the engine's cache-event socket."""
+
+    model_dir: Path
+    namespace: str
+    events: Path
+    seed: int
+
+
+def worker_arguments(generation: "GenerationConfig", device: str, place: WorkerPlace) -> list[str]:
+    """`dynamo.vllm`'s command line behind the module's name. device: cpu or cuda."""
+    arguments = generation.dynamo_cfg.worker_args
+    managed = [word for flag, value in _managed_flags(device, place).items() for word in (flag, value)]
+    options = [word for option in classify(generation, device) for word in option.flags]
+    return ["--enable-rl", *managed, *options, *_own_flags(arguments), *arguments.extra_cli_args]
+
+
+def _managed_flags(device: str, place: WorkerPlace) -> dict[str, str]:
+    # An ipc endpoint is one that vLLM's publisher binds; tcp on a given host it would connect, and nobody would bind.
+    kv_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{place.events}"}
+    return {
+        "--model": str(place.model_dir),
+        "--served-model-name": SERVED_MODEL,
+        "--namespace": place.namespace,
+        "--discovery-backend": "etcd",
+        "--request-plane": "tcp",
+        "--event-plane": "nats",
+        "--weight-transfer-config": json.dumps({"backend": TRANSFER_BACKEND[device]}),
+        "--worker-extension-cls": WORKER_EXTENSION,
+        "--kv-events-config": json.dumps(kv_events),
+        "--seed": str(place.seed),
+        "--generation-config": "vllm",  # else the model's own sets top-p, top-k and penalties; its EOS IDs stop still
+    }
+
+
+def _own_flags(arguments: "WorkerArgs") -> list[str]:
+    flags = ["--endpoint-types", ",".join(arguments.endpoint_types)]
+    for flag, value in (
+        ("--dyn-tool-call-parser", arguments.tool_call_parser),
+        ("--dyn-reasoning-parser", arguments.reasoning_parser),
+        ("--custom-jinja-template", arguments.custom_jinja_template),
+    ):
+        if value is not None:
+            flags += [flag, value]
+    if not arguments.exclude_tools_when_tool_choice_none:
+        flags.append("--no-exclude-tools-when-tool-choice-none")
+    if arguments.enable_structural_tag:
+        flags += ["--dyn-enable-structural-tag", "--dyn-structural-tag-scope", arguments.structural_tag_scope]
+        flags += ["--dyn-structural-tag-schema", arguments.structural_tag_schema]
+    return flags
+
+
+def worker_flag_owners(generation: "GenerationConfig", device: str) -> dict[str, str]:
+    """Worker flags, underscores for dashes, that the recipe's other keys have set, and by which key."""
+    owners: dict[str, str] = {}
+    for option in classify(generation, device):
+        for word in option.flags:
+            if word.startswith("--"):
+                name = word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
+                owners.setdefault(name, option.path)
+    for word in _own_flags(generation.dynamo_cfg.worker_args):
+        if word.startswith("--"):
+            owners.setdefault(word[2:].removeprefix("no-").replace("-", "_"), WORKER_ARGS)
+    return owners
+
+
+def frontend_arguments(arguments: "FrontendArgs", host: str, port: int, namespace: str) -> list[str]:
+    """`dynamo.frontend`'s command line behind the module's name."""
+    command = ["--http-host", host, "--http-port", str(port), "--namespace-prefix", namespace]
+    command += ["--discovery-backend", "etcd", "--request-plane", "tcp", "--event-plane", "nats"]
+    command += ["--router-mode", arguments.router_mode, "--tokenizer", arguments.tokenizer]
+    command.append("--router-reset-states" if arguments.router_reset_states else "--no-router-reset-states")
+    return command + arguments.extra_cli_args
+
+
+def frontend_variables(arguments: "FrontendArgs") -> dict[str, str]:
+    """Variables of the frontend that its options become."""
+    if not arguments.tokenizer_cache:
+        return {}
+    return {"DYN_TOKENIZER_CACHE": "1", "DYN_TOKENIZER_CACHE_BYTES": str(arguments.tokenizer_cache_bytes)}

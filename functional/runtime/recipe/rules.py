@@ -1,0 +1,430 @@
+"""What a recipe may not say: rules that join several keys, or judge keys the models leave open.
+
+Each rule judges one thing, and reads no key that it does not judge by: where a key is at fault by itself, the rules
+that read it are silent (`UnreadKeyError`), and all others are heard.
+"""
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from functional.runtime.recipe.architectures import find_model_problem
+from functional.runtime.recipe.argv import (
+    FRONTEND_OWNERS,
+    SHARED_GPU,
+    worker_flag_owners,
+)
+from functional.runtime.recipe.engine_flags import ENGINE_FLAGS, FRONTEND_FLAGS, WORKER_FLAGS, Kind
+from functional.runtime.recipe.environment import MANAGED_PREFIXES, MANAGED_VARIABLES
+from functional.runtime.recipe.flags import find_extra_problem
+from functional.runtime.recipe.options import (
+    GENERATION,
+    VLLM_CFG,
+    WORKER_ARGS,
+    classify,
+    nearest_flag,
+    nearest_key,
+    refusal_of_extra,
+)
+from functional.runtime.recipe.redact import redacted
+
+if TYPE_CHECKING:
+    from functional.runtime.recipe.model import Recipe
+
+RESOURCES = f"{GENERATION}.colocated.resources"
+FLAG_FILE: dict[str, Kind] = {"config": "value"}
+"""vLLM's parser reads flags from the file `--config` names; that one is taken by its full name only."""
+MAX_STOP_STRINGS = 32
+"""The limit of Dynamo's API for one request."""
+MAX_SENT_STOPS = 4
+"""What Dynamo 1.3.0.post1 takes in fact: behind its API's check, more stop strings or stop token IDs are a 500."""
+BUILTIN_DATA = ("arithmetic", "token_set")
+OTHER_ENGINES = ("sglang_cfg", "trtllm_cfg", "mcore_generation_config", "megatron_cfg", "hf_cfg")
+QUANTIZATION = ("quant_cfg", "quantization", "real_quant", "real_quant_ignore", "fp8_cfg")
+SPECULATION = ("speculative_config", "speculative_cfg", "speculative_decoding")
+REFUSED = {
+    "refit_transport": "updates go through the runtime's own collective: leave it null",
+    "bad_words": "Dynamo's completions take no bad words: remove it",
+}
+IGNORED = (
+    *("val_temperature", "val_top_p", "val_top_k", "use_async_rollouts", "port_range_low", "port_range_high"),
+    *("refit_cfg", "checkpoint_engine", "real_quant_export_cpu_offload"),
+)
+"""Keys NeMo RL's base recipe gives the section, of no use here: no validation, the runtime's own ports and refit."""
+NEUTRAL_SAMPLING = {
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "min_tokens": 0,
+    "logit_bias": None,
+}
+"""Sampling options of which a recipe may say only this: the trainer scores the model's own distribution."""
+LOSS_OFF: dict[str, Any] = {
+    "disable_ppo_ratio": False,
+    "force_on_policy_ratio": False,
+    "sequence_level_importance_ratios": False,
+    "use_cispo": False,
+    "use_kl_in_reward": False,
+    "use_on_policy_kl_approximation": False,
+    "ratio_clip_c": None,
+    "positive_example_nll_weight": 0,
+    "truncated_importance_sampling_ratio_min": None,
+    "reference_policy_kl_type": "k3",
+    "kl_input_clamp_value": None,
+    "kl_output_clamp_value": None,
+}
+"""Keys of NeMo RL's `loss_fn` that the suite's trainer does not have, with the value that asks for nothing."""
+
+
+class UnreadKeyError(Exception):
+    """A rule asked for a key that has no value, because the one it was given is at fault and is reported already."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A key with a value that may not be; `str()` is one line."""
+
+    key: str
+    value: Any
+    message: str
+    has_value: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.shown_value}: {self.message}" if self.has_value else f"{self.key}: {self.message}"
+
+    @property
+    def shown_value(self) -> str:
+        """The value in short, secrets replaced."""
+        text = repr(redacted(self.value, self.key.rpartition(".")[2]))
+        return text if len(text) <= 100 else text[:97] + "…"
+
+
+Rule = Callable[["Recipe"], Iterator[Problem]]
+
+
+def find_problems(recipe: "Recipe", rules: Sequence[Rule]) -> list[Problem]:
+    """Every one of the rules that the recipe breaks, in their order."""
+    found: list[Problem] = []
+    for rule in rules:
+        with suppress(UnreadKeyError):
+            for problem in rule(recipe):
+                found.append(problem)  # what it found before it met a key at fault counts too
+    return found
+
+
+def _group_fits(recipe: "Recipe") -> Iterator[Problem]:
+    vllm, resources = recipe.policy.generation.vllm_cfg, recipe.policy.generation.colocated.resources
+    tensor, pipeline = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
+    group, node = tensor * pipeline, resources.gpus_per_node
+    if group > node:
+        message = f"with pipeline_parallel_size={pipeline} an engine takes {group} devices, and must fit on one node: "
+        yield Problem(f"{VLLM_CFG}.tensor_parallel_size", tensor, message + f"{RESOURCES}.gpus_per_node is {node}")
+    elif node % group:
+        message = f"engines of {group} devices do not divide it: a node would keep {node % group} idle"
+        yield Problem(f"{RESOURCES}.gpus_per_node", node, message)
+
+
+def _one_rank(recipe: "Recipe") -> Iterator[Problem]:
+    """`prove_weights` reads no sharded parameters yet; without a proof no update would ever be believed."""
+    message = "the proof of weights reads engines of one rank only: set it to 1"
+    if (tensor := recipe.policy.generation.vllm_cfg.tensor_parallel_size) > 1:
+        yield Problem(f"{VLLM_CFG}.tensor_parallel_size", tensor, message)
+    if (pipeline := recipe.policy.generation.vllm_cfg.pipeline_parallel_size) > 1:
+        yield Problem(f"{VLLM_CFG}.pipeline_parallel_size", pipeline, message)
+
+
+def _expert_group(recipe: "Recipe") -> Iterator[Problem]:
+    vllm = recipe.policy.generation.vllm_cfg
+    tensor, expert = vllm.tensor_parallel_size, vllm.expert_parallel_size
+    if expert not in (1, tensor):
+        yield Problem(f"{VLLM_CFG}.expert_parallel_size", expert, f"must be 1 or tensor_parallel_size, {tensor}")
+
+
+def _colocation(recipe: "Recipe") -> Iterator[Problem]:
+    if recipe.policy.generation.colocated.enabled:
+        message = "training and generation are never colocated here, set it to false"
+        yield Problem(f"{GENERATION}.colocated.enabled", True, message)
+
+
+def _devices(recipe: "Recipe") -> Iterator[Problem]:
+    cluster, resources = recipe.cluster, recipe.policy.generation.colocated.resources
+    generation = resources.gpus_per_node * resources.num_nodes
+    offered = cluster.gpus_per_node * cluster.num_nodes
+    if 1 + generation > offered:
+        hint = ", a shared one counts twice" if cluster.share_gpu else ""
+        message = f"one trainer and {generation} generation device(s) need {1 + generation}{hint}; there are {offered}"
+        yield Problem("cluster.gpus_per_node", cluster.gpus_per_node, message)
+
+
+def _shared_gpu(recipe: "Recipe") -> Iterator[Problem]:
+    if recipe.cluster.share_gpu and recipe.cluster.device != "cuda":
+        yield Problem("cluster.share_gpu", True, "is for cluster.device=cuda; on cpu devices are virtual already")
+
+
+def _model(recipe: "Recipe") -> Iterator[Problem]:
+    """What a model's own configuration rules out; a hub's model that is not here yet is judged once it is."""
+    name = recipe.policy.model_name
+    problem = None
+    if Path(name).is_dir():
+        problem = find_model_problem(Path(name) / "config.json")
+    elif name.startswith(("/", "./", "../")):
+        problem = "no such folder"
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name) and isinstance(kept := _in_hub_cache(name), str):
+        problem = find_model_problem(Path(kept))
+    if problem:
+        yield Problem("policy.model_name", name, problem)
+
+
+def _in_hub_cache(name: str) -> Any:
+    from huggingface_hub import try_to_load_from_cache  # half a second of import, needed here alone
+
+    return try_to_load_from_cache(name, "config.json")
+
+
+def _sections(recipe: "Recipe") -> Iterator[Problem]:
+    """Keys of `policy.generation` that the model leaves open."""
+    generation = recipe.policy.generation
+    for key, value in (generation.model_extra or {}).items():
+        path, active = f"{GENERATION}.{key}", value not in (None, False, {}, [], "")
+        if key in IGNORED or (not active and key in (*OTHER_ENGINES, *QUANTIZATION, *SPECULATION, *REFUSED)):
+            continue
+        if key in OTHER_ENGINES:
+            yield Problem(path, value, "a section of another engine: the managed engine is vllm, remove it")
+        elif key in QUANTIZATION:
+            yield Problem(path, value, "generation runs in bfloat16, without quantization: remove it")
+        elif key in SPECULATION:
+            yield Problem(path, value, "the managed runtime has no speculative decoding: remove it")
+        elif key in REFUSED:
+            yield Problem(path, value, REFUSED[key])
+        elif key == "seed":
+            if value is not None:
+                yield Problem(path, value, "moved, set grpo.seed: each engine gets a seed of its own, made of it")
+        elif key in NEUTRAL_SAMPLING:
+            if value is not None and not _is(value, NEUTRAL_SAMPLING[key]):
+                yield Problem(path, value, "the trainer scores the model's own distribution: remove it")
+        else:
+            yield Problem(path, value, "unknown key" + nearest_key(key, [*type(generation).model_fields, *IGNORED]))
+
+
+def _options(recipe: "Recipe") -> Iterator[Problem]:
+    """Errors of the single options in `vllm_cfg` and `vllm_kwargs`."""
+    for option in classify(recipe.policy.generation, _device(recipe)):
+        if option.error:
+            yield Problem(option.path, option.value, option.error)
+
+
+def _device(recipe: "Recipe") -> str:
+    """The recipe's device; where that key is at fault, the one on which every option counts."""
+    try:
+        return recipe.cluster.device
+    except UnreadKeyError:
+        return "cuda"
+
+
+def _metrics_interval(recipe: "Recipe") -> Iterator[Problem]:
+    generation = recipe.policy.generation
+    given = generation.vllm_cfg.vllm_metrics_logger_interval
+    ours = generation.dynamo_cfg.metrics_interval_s
+    if given not in (None, ours) and "metrics_interval_s" in generation.dynamo_cfg.model_fields_set:
+        message = f"{GENERATION}.dynamo_cfg.metrics_interval_s={ours:g} says otherwise: give one of them"
+        yield Problem(f"{VLLM_CFG}.vllm_metrics_logger_interval", given, message)
+
+
+def _stops(recipe: "Recipe") -> Iterator[Problem]:
+    path, given = f"{GENERATION}.stop_strings", recipe.policy.generation.stop_strings or []
+    if "" in given:
+        yield Problem(path, given, "an empty stop string would end every completion at once")
+    try:
+        merge_stop_strings(given)
+    except ValueError as error:
+        yield Problem(path, given, str(error))
+
+
+def find_unsendable(recipe: "Recipe") -> list[Problem]:
+    """What the rules allow and the pinned Dynamo answers with a 500: warned of, and refused before a run."""
+    generation = recipe.policy.generation
+    stops = {"stop_strings": generation.stop_strings, "stop_token_ids": generation.stop_token_ids}
+    return [
+        Problem(f"{GENERATION}.{key}", values, f"Dynamo 1.3.0.post1 answers 500 beyond {MAX_SENT_STOPS} of them")
+        for key, values in stops.items()
+        if len(set(values or ())) > MAX_SENT_STOPS
+    ]
+
+
+def find_cautions(recipe: "Recipe") -> list[Problem]:
+    """What runs, but not as one may expect: only warned of.
+
+    Seen on Dynamo 1.3.0.post1: the frontend ends the stream at a stop string, before the last chunk, which carries
+    `engine_data`; so the token check fails such a sample. The engine itself ends at stop token IDs.
+    """
+    cautions = []
+    if given := recipe.policy.generation.stop_strings:
+        message = "samples that end at a stop string come without engine_data and are rejected, use stop_token_ids"
+        cautions.append(Problem(f"{GENERATION}.stop_strings", given, message))
+    grpo = recipe.grpo
+    if grpo.normalize_rewards and grpo.use_leave_one_out_baseline and grpo.num_generations_per_prompt == 2:
+        message = "has no effect on two generations with use_leave_one_out_baseline: one reward has no deviation"
+        cautions.append(Problem("grpo.normalize_rewards", True, message))
+    return cautions
+
+
+def merge_stop_strings(*sources: Iterable[str] | None) -> tuple[str, ...]:
+    """The recipe's stop strings and a request's own, each once. Raises ValueError when they are more than 32."""
+    merged = tuple(dict.fromkeys(text for source in sources for text in source or ()))
+    if len(merged) > MAX_STOP_STRINGS:
+        raise ValueError(f"{len(merged)} stop strings after merging, at most {MAX_STOP_STRINGS} can be sent")
+    return merged
+
+
+def _variables(recipe: "Recipe") -> Iterator[Problem]:
+    given = recipe.policy.generation.vllm_cfg.env_vars
+    for name, value in given.items():
+        if reason := _variable_problem(name, value):
+            yield _variable(name, value, reason)
+
+
+def _variables_of_a_shared_gpu(recipe: "Recipe") -> Iterator[Problem]:
+    given = recipe.policy.generation.vllm_cfg.env_vars
+    if recipe.cluster.share_gpu:
+        for name in given.keys() & SHARED_GPU.keys() - MANAGED_VARIABLES:
+            yield _variable(
+                name, given[name], "is managed by the runtime where trainer and worker share a GPU: remove it"
+            )
+
+
+def _variable(name: str, value: str, reason: str) -> Problem:
+    return Problem(f"{VLLM_CFG}.env_vars.{name}", redacted({name: value}, "env_vars")[name], reason)
+
+
+def _variable_problem(name: str, value: str) -> str | None:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        return "is no name of an environment variable"
+    if prefix := next((prefix for prefix in MANAGED_PREFIXES if name.upper().startswith(prefix)), None):
+        return f"{prefix}* variables are the runtime's: remove it"
+    if name.upper() in MANAGED_VARIABLES:
+        return "is managed by the runtime: remove it"
+    return "holds a NUL byte" if "\0" in value else None
+
+
+def _endpoint_types(recipe: "Recipe") -> Iterator[Problem]:
+    given = recipe.policy.generation.dynamo_cfg.worker_args.endpoint_types
+    if "completions" not in given:
+        yield Problem(f"{WORKER_ARGS}.endpoint_types", given, "rollouts use /v1/completions: add completions")
+
+
+def _template(recipe: "Recipe") -> Iterator[Problem]:
+    template = recipe.policy.generation.dynamo_cfg.worker_args.custom_jinja_template
+    if template is not None and not Path(template).expanduser().is_file():
+        yield Problem(f"{WORKER_ARGS}.custom_jinja_template", template, "no such file")
+
+
+def _worker_words(recipe: "Recipe") -> Iterator[Problem]:
+    words = recipe.policy.generation.dynamo_cfg.worker_args.extra_cli_args
+    refusal = refusal_of_extra(worker_flag_owners(recipe.policy.generation, _device(recipe)))
+    yield from _extra(WORKER_ARGS, words, ENGINE_FLAGS | WORKER_FLAGS | FLAG_FILE, refusal)
+
+
+def _frontend_words(recipe: "Recipe") -> Iterator[Problem]:
+    def refusal(name: str) -> str | None:
+        if name in FRONTEND_OWNERS:
+            return FRONTEND_OWNERS[name]
+        if name not in FRONTEND_FLAGS:
+            return "is no flag of dynamo.frontend" + nearest_flag(name, FRONTEND_FLAGS)
+        return None
+
+    extra = recipe.policy.generation.dynamo_cfg.frontend_args.extra_cli_args
+    yield from _extra(f"{GENERATION}.dynamo_cfg.frontend_args", extra, FRONTEND_FLAGS, refusal)
+
+
+def _extra(path: str, words: Sequence[str], flags: Any, refusal: Callable[[str], str | None]) -> Iterator[Problem]:
+    if found := find_extra_problem(words, flags, refusal):
+        word, reason = found
+        yield Problem(f"{path}.extra_cli_args", list(words), f"{redacted([word])[0]!r} {reason}")
+
+
+def _data(recipe: "Recipe") -> Iterator[Problem]:
+    name = recipe.data.dataset_name
+    if name in BUILTIN_DATA:
+        return
+    if not name.endswith(".jsonl"):
+        message = f"expected {' or '.join(BUILTIN_DATA)}, or the path of a local .jsonl file"
+        yield Problem("data.dataset_name", name, message)
+    elif not Path(name).is_file():
+        yield Problem("data.dataset_name", name, f"no such file (looked in {Path.cwd()})")
+
+
+def _truncation(recipe: "Recipe") -> Iterator[Problem]:
+    loss, path = recipe.loss_fn, "loss_fn.truncated_importance_sampling"
+    ratio, kind = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_type
+    if kind not in (None, "tis"):
+        yield Problem(f"{path}_type", kind, "the suite's trainer cuts importance weights off only: set tis, or null")
+    elif kind == "tis" and ratio is None and loss.use_importance_sampling_correction:
+        yield Problem(f"{path}_type", kind, f"has no effect: set {path}_ratio, or this to null")
+
+
+def _correction(recipe: "Recipe") -> Iterator[Problem]:
+    loss, path = recipe.loss_fn, "loss_fn.truncated_importance_sampling"
+    if loss.use_importance_sampling_correction:
+        return
+    message = "has no effect: set loss_fn.use_importance_sampling_correction to true, or this to null"
+    if loss.truncated_importance_sampling_ratio is not None:
+        yield Problem(f"{path}_ratio", loss.truncated_importance_sampling_ratio, message)
+    if loss.truncated_importance_sampling_type == "tis":
+        yield Problem(f"{path}_type", "tis", message)
+
+
+def _loss_keys(recipe: "Recipe") -> Iterator[Problem]:
+    """Keys of `loss_fn` that the model leaves open."""
+    for key, value in (recipe.loss_fn.model_extra or {}).items():
+        if key not in LOSS_OFF:
+            known = [*type(recipe.loss_fn).model_fields, *LOSS_OFF]
+            yield Problem(f"loss_fn.{key}", value, "unknown key" + nearest_key(key, known))
+        elif value is not None and not _is(value, LOSS_OFF[key]):
+            message = f"the suite's trainer does not do that: remove it, or set {_as_yaml(LOSS_OFF[key])}"
+            yield Problem(f"loss_fn.{key}", value, message)
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    """Equal, where true is not 1 and false is not 0."""
+    return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
+
+
+def _as_yaml(value: Any) -> str:
+    return "null" if value is None else str(value).lower()
+
+
+def _weights_and_biases(recipe: "Recipe") -> Iterator[Problem]:
+    if recipe.logger.wandb_enabled and importlib.util.find_spec("wandb") is None:
+        message = "this environment has no wandb package: install it, or set it to false"
+        yield Problem("logger.wandb_enabled", True, message)
+
+
+RULES: tuple[Rule, ...] = (
+    _model,
+    _group_fits,
+    _one_rank,
+    _expert_group,
+    _colocation,
+    _devices,
+    _shared_gpu,
+    _sections,
+    _options,
+    _metrics_interval,
+    _stops,
+    _variables,
+    _variables_of_a_shared_gpu,
+    _endpoint_types,
+    _template,
+    _worker_words,
+    _frontend_words,
+    _loss_keys,
+    _truncation,
+    _correction,
+    _data,
+    _weights_and_biases,
+)

@@ -1,0 +1,109 @@
+"""What a refit works with: the trainer's weights, a probe, a way to replace a worker; and what it answers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from functional.runtime.errors import RefitError
+from functional.runtime.fleet.fleet import Worker
+from functional.runtime.refit.machine import Transition
+from functional.runtime.refit.probe import ProbeScore, Reading
+from functional.runtime.rollout.client import Completion
+
+
+class SourceLostError(RefitError):
+    """The trainer that sends the weights is gone: there is nothing to retry with."""
+
+
+class WeightSource(Protocol):
+    """The trainer's side of an update; an implementation may sit in another process.
+
+    Any call may raise RefitError for a failure that can be tried again, SourceLostError for one that cannot.
+    """
+
+    def select(self, version: int) -> None:
+        """The calls below speak of this version's weights from now on. Raises RefitError when they are not held."""
+
+    def listen(self, address: str) -> int:
+        """Drop any old transfer group, bind a rendezvous on `address` and return its port."""
+
+    def connect(self, address: str, port: int, world_size: int) -> None:
+        """Join the transfer group as rank 0; returns when all have joined."""
+
+    def update_info(self) -> dict[str, Any]:
+        """Names, dtypes, shapes and packing of what `send` sends, as the engine's update call takes them, and
+        `total_bytes`."""
+
+    def expected_proof(self) -> dict[str, Any]:
+        """What each engine must hold afterwards: engine parameter name → dtype, shape, sha256."""
+
+    def send(self) -> None:
+        """Send every tensor. Has its own deadline."""
+
+    def abort(self, reason: str) -> None:
+        """Make a blocked `connect` or `send` of another thread raise."""
+
+    def score(self, completions: Sequence[Completion]) -> ProbeScore:
+        """Log-probs of the completions' tokens, one after the other, under the selected version and the other held."""
+
+
+class Probe(Protocol):
+    """Samples one token after each prompt of a round (from 0, fewer than `probe.MAX_ROUNDS`) on one worker, past the
+    admission gate. The prompts of a round are fixed, and each spans more than one cache block."""
+
+    def __call__(self, worker: Worker, round_number: int) -> Sequence[Completion]: ...
+
+
+class Replace(Protocol):
+    """Ends the lost workers (slot → why it counts as lost) and returns all workers, new ones in the slots of the lost.
+
+    Returns once exactly these are registered. Raises RunError when that cannot be done.
+    """
+
+    def __call__(self, lost: Mapping[int, str]) -> list[Worker]: ...
+
+
+@dataclass(frozen=True)
+class ProbeVerdict:
+    """A worker's probe after an update: what it says, and the cached tokens of its first round before and after the
+    clear."""
+
+    worker: int
+    reading: Reading
+    cached_before: int
+    cached_after: int
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A worker that took a lost one's slot. `seconds`: until it was registered and routed."""
+
+    worker: int
+    reason: str
+    old_instance: int
+    new_instance: int
+    seconds: float
+
+
+@dataclass
+class RefitResult:
+    """What an update did. `asked` and `version` differ after a return to the version before.
+
+    phases: seconds by name, of the last attempt; probes: one verdict a worker.
+    """
+
+    asked: int
+    version: int | None = None
+    attempts: int = 0
+    bytes_sent: int = 0
+    tensors: int = 0
+    proved: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+    probes: list[ProbeVerdict] = field(default_factory=list)
+    replaced: list[Replacement] = field(default_factory=list)
+    transitions: list[Transition] = field(default_factory=list)
+    total_s: float = 0.0
+
+    @property
+    def reached(self) -> bool:
+        return self.version == self.asked

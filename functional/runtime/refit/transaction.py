@@ -1,0 +1,416 @@
+"""One policy update of a whole fleet: every worker moves to the new version and proves it, or goes back and proves it.
+
+    admission shut, rollouts drained → probe warmed, workers paused, caches cleared → group formed, tensors sent →
+    proved on each worker → cleared again → version set and read back → resumed → probed → admission open
+
+A failure anywhere leads to recovery: lost workers are replaced, the group is formed anew, the version is tried again;
+after `attempts` failures the fleet goes back to the version before. Admission stays shut all the while, and for good
+when that fails too. docs/refit.md has the states as a diagram and the interface for a trainer.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from functional.runtime.errors import InterruptedRunError, RefitError, RunError
+from functional.runtime.fleet.control import ControlError, WorkerLostError
+from functional.runtime.fleet.fleet import Worker
+from functional.runtime.refit.machine import Event, RefitMachine, State, Transition
+from functional.runtime.refit.parts import (
+    Probe,
+    ProbeVerdict,
+    RefitResult,
+    Replace,
+    Replacement,
+    SourceLostError,
+    WeightSource,
+)
+from functional.runtime.refit.probe import Finding, Noise, ProbeScore, Sighting, judge
+from functional.runtime.rollout.client import AdmissionGate, Completion
+
+__all__ = ["FleetRefit", "ProbeScore", "RefitResult", "SourceLostError", "WeightSource"]
+
+T = TypeVar("T")
+GRACE_S = 10.0
+"""How much longer than the engine's own deadline a control call waits before its worker counts as dead."""
+ROLL_CALL_S = 10.0
+REFUSED = "weights not proved"
+"""How `functional.engine.proof.refuse` begins."""
+
+
+class FleetRefit:
+    """Moves a fleet from one policy version to the next. Constructing it shuts admission: nothing is proved yet."""
+
+    def __init__(
+        self,
+        workers: list[Worker],
+        source: WeightSource,
+        gate: AdmissionGate,
+        probe: Probe,
+        *,
+        address: str,
+        timeout_s: float,
+        attempts: int = 3,
+        replace: Replace | None = None,
+        ranks_per_worker: int = 1,
+        on_step: Callable[[int, str], None] = lambda version, name: None,
+        on_transition: Callable[[Transition], None] = lambda transition: None,
+        pool: Executor | None = None,
+    ) -> None:
+        """address: of this machine, for the transfer's rendezvous; timeout_s: the engine-side deadline of each wait.
+
+        attempts: tries of one version; ranks_per_worker: tensor × pipeline parallel size of an engine; on_step hears
+        the version being brought about and each step's name as it begins; pool runs the calls to the workers (a thread
+        each, if not given).
+        """
+        self.workers = list(workers)
+        self.version: int | None = None
+        self._source = source
+        self._gate = gate
+        self._probe = probe
+        self._address = address
+        self._timeout_s = timeout_s
+        self._noise = Noise()
+        self._attempts = attempts
+        self._replace = replace
+        self._ranks_per_worker = ranks_per_worker
+        self._on_step = on_step
+        self._pool = pool or ThreadPoolExecutor(max_workers=len(workers) + 1, thread_name_prefix="refit")
+        self._machine = RefitMachine(gate, on_transition)
+        self._grouped = False
+        self._lost: dict[int, str] = {}
+        self._warmed: dict[int, int] = {}  # instance → cached tokens its probe had before the clear
+        self._actions: dict[State, Callable[[RefitResult], None]] = {
+            State.DRAINING: self._drain,
+            State.PAUSING: self._pause,
+            State.SENDING: self._send,
+            State.PROVING: self._prove,
+            State.CLEARING: self._clear,
+            State.COMMITTING: self._commit,
+            State.RESUMING: self._resume,
+            State.PROBING: self._judge_probes,
+        }
+
+    @property
+    def state(self) -> State:
+        return self._machine.state
+
+    @property
+    def log(self) -> list[Transition]:
+        """Every transition since the start."""
+        return self._machine.log
+
+    def update(self, version: int) -> RefitResult:
+        """Bring every worker to `version`, or back to the version before; either way proved, and admission open.
+
+        With the version the fleet already has, its weights are sent and proved again: that is how a fleet takes in a
+        replacement. Raises RefitError when neither succeeds; admission then stays shut, and no update is possible.
+        """
+        began, first = time.monotonic(), len(self.log)
+        result = RefitResult(version)
+        plan = [version] * self._attempts
+        if self.version is not None and self.version != version:
+            plan.append(self.version)
+        try:
+            self._begin(version, result)
+            self._carry_out(plan, result)
+        except RunError as error:
+            what = "" if self.version is None else f"; the workers' last proved version was {self.version}"
+            raise RefitError(f"update to policy version {version} failed: {error}{what}") from error
+        finally:
+            result.total_s = time.monotonic() - began
+            result.transitions = self.log[first:]
+        return result
+
+    def find_lost(self) -> dict[int, str]:
+        """Roll call: slot → why, of the workers that do not answer that their engine is alive."""
+
+        def ask(worker: Worker) -> str | None:
+            if worker.index in self._lost:
+                return self._lost[worker.index]
+            try:
+                worker.control.call("liveness_probe", timeout_s=ROLL_CALL_S)
+            except ControlError as error:
+                return str(error)
+            return None
+
+        answers = self._on_all(ask)
+        return {worker.index: why for worker, why in zip(self.workers, answers, strict=True) if why is not None}
+
+    def stale_is_refused(self, version: int) -> str:
+        """Control of the proof: ask a worker that was not updated to prove the source's weights of `version`.
+
+        Returns the refusal of the first worker that answers. Raises RefitError if it accepts, which would make every
+        proof worthless, or if none answers.
+        """
+        self._source.select(version)
+        expected, silent = self._source.expected_proof(), []
+        for worker in self.workers:
+            try:
+                self._rpc(worker, "prove_weights", expected=expected, allow_unpaused=True)
+            except RunError as refusal:
+                if REFUSED in str(refusal):
+                    return str(refusal)
+                silent.append(str(refusal))  # a dead worker refuses nothing
+            else:
+                raise RefitError(
+                    f"worker {worker.index} accepted a proof of weights it was never sent: the proof proves nothing"
+                )
+        raise RefitError(f"no worker could be asked: {'; '.join(silent)}")
+
+    def _begin(self, version: int, result: RefitResult) -> None:
+        self._machine.version, self._machine.attempt = version, 1
+        lost = self.find_lost() if self.state in (State.UNPROVED, State.SERVING) else {}
+        if not lost:
+            self._machine.fire(Event.BEGIN, f"update to version {version}")
+            return
+        self._machine.fire(Event.FAILED, "; ".join(lost.values()))
+        self._recover(lost, result)
+
+    def _carry_out(self, plan: list[int], result: RefitResult) -> None:
+        """Try the planned versions one after the other until one is reached."""
+        reasons: list[str] = []
+        for number, version in enumerate(plan, 1):
+            result.attempts = self._machine.attempt = number
+            self._machine.version = version
+            try:
+                self._attempt(version, result)
+            except InterruptedRunError:
+                raise
+            except SourceLostError as error:
+                self._machine.fire(Event.FAILED, str(error))
+                self._machine.fire(Event.GIVE_UP, "the sender of the weights is lost")
+                raise
+            except Exception as error:
+                reasons.append(one_line(error))
+                self._machine.fire(Event.FAILED, reasons[-1])
+                if number == len(plan):
+                    ends = [f"the first: {reasons[0]}", f"the last: {reasons[-1]}"]
+                    summary = f"{number} attempts failed, {'; '.join(ends)}"
+                    self._machine.fire(Event.GIVE_UP, summary)
+                    raise RefitError(summary) from error
+                self._recover(self.find_lost(), result, plan[number])
+            else:
+                return
+
+    def _attempt(self, version: int, result: RefitResult) -> None:
+        result.phases.clear()
+        result.probes.clear()
+        self._source.select(version)
+        while self.state is not State.SERVING:
+            self._actions[self.state](result)
+            if self.state is State.PROBING:
+                self.version = result.version = version
+                self._warmed.clear()
+            self._machine.fire(Event.DONE)
+
+    def _recover(self, lost: Mapping[int, str], result: RefitResult, following: int | None = None) -> None:
+        """Replace the lost workers and forget the group; the machine stands ready for the next attempt, or stopped."""
+        self._grouped = False
+        self._lost.clear()
+        try:
+            if lost:
+                self._replace_lost(lost, result)
+        except RunError as error:
+            self._machine.fire(Event.GIVE_UP, one_line(error))
+            raise
+        done = [f"worker {index} replaced" for index in sorted(lost)]
+        if following is not None:
+            done.append(f"version {following} next")
+        self._machine.fire(Event.DONE, ", ".join(done))
+
+    def _replace_lost(self, lost: Mapping[int, str], result: RefitResult) -> None:
+        if self._replace is None:
+            raise RefitError(f"{'; '.join(lost.values())}; nothing here can replace a worker")
+        began, old = time.monotonic(), {worker.index: worker.instance_id for worker in self.workers}
+        self.workers = self._replace(lost)
+        seconds = time.monotonic() - began
+        new = {worker.index: worker.instance_id for worker in self.workers}
+        result.replaced += [
+            Replacement(index, lost.get(index, "died while another was replaced"), old[index], instance, seconds)
+            for index, instance in new.items()
+            if instance != old[index]
+        ]
+
+    def _drain(self, result: RefitResult) -> None:
+        with self._step("drain", result):
+            self._gate.close_and_drain(self._timeout_s)
+
+    def _pause(self, result: RefitResult) -> None:
+        with self._step("warm probe", result):
+            self._on_all(self._warm)
+        with self._step("pause", result):
+            self._on_all(lambda w: w.control.call("pause_generation", {"mode": "wait", "clear_cache": True}))
+
+    def _send(self, result: RefitResult) -> None:
+        info = self._source.update_info()
+        result.bytes_sent, result.tensors = info.pop("total_bytes"), len(info["names"])
+        if not self._grouped:
+            with self._step("form group", result):
+                self._form_group()
+        with self._step("start", result):
+            self._on_all(lambda w: self._rpc(w, "reset_reload"))
+            self._on_all(lambda w: self._rpc(w, "start_weight_update", is_checkpoint_format=True))
+        with self._step("transfer", result):
+            self._transfer(info)
+        with self._step("finish", result):
+            self._on_all(lambda w: self._rpc(w, "finish_weight_update"))
+
+    def _prove(self, result: RefitResult) -> None:
+        with self._step("prove", result):
+            proof = self._source.expected_proof()
+            self._on_all(lambda w: self._rpc(w, "prove_weights", expected=proof))
+            result.proved = len(proof)
+
+    def _clear(self, result: RefitResult) -> None:
+        with self._step("clear", result):
+            self._on_all(lambda w: w.control.call("flush_cache"))
+
+    def _commit(self, result: RefitResult) -> None:
+        label = str(self._machine.version)
+        with self._step("commit", result):
+            self._on_all(lambda w: w.control.update("commit_version", label))
+            self._on_all(lambda w: check_label(w, label))
+
+    def _resume(self, result: RefitResult) -> None:
+        with self._step("resume", result):
+            self._on_all(lambda w: w.control.call("resume_generation"))
+
+    def _judge_probes(self, result: RefitResult) -> None:
+        with self._step("probe", result):
+            first = self._on_all(lambda worker: self._probe(worker, 0))
+            seen = [self._judge(*pair) for pair in zip(self.workers, first, strict=True)]
+            result.probes += [verdict for verdict, _ in seen]
+            for _, sightings in seen:
+                self._noise.learn(sightings)
+
+    @contextmanager
+    def _step(self, name: str, result: RefitResult) -> Iterator[None]:
+        self._on_step(self._machine.version or 0, name)
+        began = time.monotonic()
+        yield
+        result.phases[name] = time.monotonic() - began
+
+    def _on_all(self, action: Callable[[Worker], T]) -> list[T]:
+        """Run `action` on every worker at once; raises the first failure after all have ended, and notes the lost."""
+        futures = [self._pool.submit(action, worker) for worker in self.workers]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in errors:
+            if isinstance(error, WorkerLostError):
+                self._lost[error.index] = str(error)
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
+
+    def _rpc(self, worker: Worker, method: str, **arguments: Any) -> None:
+        """Run a method of the worker's extension under the version label it has: only the commit changes that."""
+        label = "unproved" if self.version is None else str(self.version)
+        worker.control.update(method, label, **arguments)
+
+    def _warm(self, worker: Worker) -> None:
+        """Make the probe's prompt hit the worker's prefix cache, so that a later miss shows the clear.
+
+        A worker that is paused since an earlier attempt was warmed then.
+        """
+        if worker.instance_id in self._warmed:
+            return
+        self._probe(worker, 0)
+        cached = cached_tokens(self._probe(worker, 0))
+        if cached == 0:
+            raise RefitError(
+                f"worker {worker.index}: a repeated probe did not hit the prefix cache; a clear would be unseen"
+            )
+        self._warmed[worker.instance_id] = cached
+
+    def _form_group(self) -> None:
+        port = self._source.listen(self._address)
+        world_size, offsets = rank_geometry(len(self.workers), self._ranks_per_worker)
+        offset_of = dict(zip((worker.index for worker in self.workers), offsets, strict=True))
+        joined = self._pool.submit(self._source.connect, self._address, port, world_size)
+
+        def join(worker: Worker) -> None:
+            init_info = {
+                "master_address": self._address,
+                "master_port": port,
+                "rank_offset": offset_of[worker.index],
+                "world_size": world_size,
+                "timeout_s": self._timeout_s,
+            }
+            body = {"engine_rpc": "init_weight_transfer_engine", "init_info": init_info}
+            worker.control.call("init_weights_update_group", body, self._timeout_s + GRACE_S)
+
+        self._with_workers(joined, join)
+        self._grouped = True
+
+    def _transfer(self, info: dict[str, Any]) -> None:
+        sent = self._pool.submit(self._source.send)
+        update_info = {**info, "timeout_s": self._timeout_s}
+        self._with_workers(
+            sent, lambda w: self._rpc(w, "update_weights", update_info=update_info, timeout_s=self._timeout_s + GRACE_S)
+        )
+
+    def _with_workers(self, own: "Future[None]", action: Callable[[Worker], None]) -> None:
+        """Run `action` on every worker beside the trainer's own part; a failed side ends the other's wait."""
+        try:
+            self._on_all(action)
+        except RunError as error:
+            self._source.abort(str(error))
+            if isinstance(cause := own.exception(), SourceLostError):
+                raise cause from error
+            raise
+        own.result()
+
+    def _judge(self, worker: Worker, completions: Sequence[Completion]) -> tuple[ProbeVerdict, list[Sighting]]:
+        """The verdict on a worker, and the tokens it rests on."""
+        cached = cached_tokens(completions)
+        if cached:
+            raise RefitError(
+                f"worker {worker.index}: {cached} cached tokens on the probe after the clear: the cache was not cleared"
+            )
+        first = self._sight(worker, completions)
+        reading, sightings = judge(first, lambda number: self._sight(worker, self._probe(worker, number)), self._noise)
+        if reading.finding is Finding.OTHER:
+            raise RefitError(
+                f"worker {worker.index}: the probe fits the other version ({reading.previous:.4f} nats) better than "
+                f"the new one ({reading.current:.4f} nats), {reading.tokens} tokens, z {reading.votes:.1f}"
+            )
+        return ProbeVerdict(worker.index, reading, self._warmed[worker.instance_id], cached), sightings
+
+    def _sight(self, worker: Worker, completions: Sequence[Completion]) -> list[Sighting]:
+        for completion in completions:
+            if completion.problem:
+                raise RefitError(f"worker {worker.index}: probe after the update: {completion.problem}")
+        score = self._source.score(completions)
+        engine = [value for completion in completions for value in completion.logprobs]
+        other = score.previous if score.previous is not None else [None] * len(engine)
+        sightings = [Sighting(*values) for values in zip(engine, score.current, other, strict=True)]
+        if not all(sighting.is_finite for sighting in sightings):
+            raise RefitError(
+                f"worker {worker.index}: a log-prob of the probe is not finite in the engine or the trainer"
+            )
+        return sightings
+
+
+def rank_geometry(num_workers: int, ranks_per_worker: int) -> tuple[int, list[int]]:
+    """World size and each worker's rank offset in a transfer group: the sender is rank 0, engines follow in order."""
+    return 1 + num_workers * ranks_per_worker, [1 + index * ranks_per_worker for index in range(num_workers)]
+
+
+def check_label(worker: Worker, label: str) -> None:
+    """Raise RefitError unless the worker says that it has this version."""
+    found = worker.control.call("get_weight_version").get("version")
+    if found != label:
+        raise RefitError(f"worker {worker.index} reports version {found!r}, expected {label!r}")
+
+
+def cached_tokens(completions: Sequence[Completion]) -> int:
+    """How many prompt tokens the engine found in its prefix cache."""
+    return sum(completion.cached_tokens for completion in completions)
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text without line breaks; an error that is none of ours is named."""
+    text = " ".join(str(error).split())[:400]
+    return text if isinstance(error, RunError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,287 @@
+"""The host side of the suite, with a stand-in for the suite inside a real squashfs; and what verify makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.errors import KitError
+from kit.files import sha256_of
+from kit.functional import Counts, count_results
+from kit.record import ImageSection, PushSection, add_section, start_record
+from kit.sources import lock_hashes, source_hashes
+from tests.kit.conftest import REPO, Kit, refused
+from tests.kit.tiny_image import Entry, busybox, folder
+
+JUNIT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"/>\
+<testcase name="c"><failure/></testcase><testcase name="d"><error/></testcase><testcase name="e"><skipped/></testcase>\
+</testsuite></testsuites>"""
+CHECKS = '[{"passed": true}, {"passed": true}, {"passed": false}]'
+INPUTS = {"trainer-cpu": "1" * 64, "functional": "2" * 64}
+# Takes the place of uv: writes what the suite writes, and ends as the recipe's name says.
+STAND_IN = f"""#!/bin/sh
+echo "$@" "recipe=$RECIPE" > "$FUNCTIONAL_OUT/words"
+mkdir -p "$FUNCTIONAL_OUT/logs"; ls /sys/class/net > "$FUNCTIONAL_OUT/logs/net"
+case "$RECIPE" in
+*silent*) exit 3 ;;
+*slow*)
+  cd "$FUNCTIONAL_OUT"
+  trap 'echo stopped > words; echo {{}} > report.json; echo "<x/>" > junit.xml; exit 1' INT TERM
+  echo started
+  while :; do sleep 0.05; done ;;
+esac
+echo '{JUNIT}' > "$FUNCTIONAL_OUT/junit.xml"
+echo '{{"error": "ended early", "checks": {CHECKS}, "release": {{' > "$FUNCTIONAL_OUT/report.json"
+echo '"image": '"$(cat /opt/release/image.json)"',' >> "$FUNCTIONAL_OUT/report.json"
+echo '"build": '"$(cat /opt/release/build.json)" >> "$FUNCTIONAL_OUT/report.json"
+echo '}}}}' >> "$FUNCTIONAL_OUT/report.json"
+case "$RECIPE" in *failing*) exit 1 ;; esac
+"""
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a squashfs needs root")
+
+
+@pytest.fixture
+def made(kit: Kit) -> Path:
+    """A release with its squashfs; the answer is its folder."""
+    build = [folder("opt/release"), Entry("opt/release/build.json", json.dumps({"inputs": INPUTS}).encode())]
+    layers = [[*busybox("uv"), folder("opt")], [Entry("bin/uv", STAND_IN.encode(), 0o755), *build]]
+    kit.release("tiny", layers, {"WorkingDir": "/opt"}, INPUTS)
+    finished = kit("sqsh", "--name", "tiny")
+    assert finished.returncode == 0, finished.stderr
+    return kit.root / "dist/tiny"
+
+
+def functional(made: Path) -> dict[str, Any] | None:
+    section = json.loads((made / "record.json").read_text()).get("functional")
+    assert section is None or isinstance(section, dict)
+    return section
+
+
+@needs_root
+@pytest.mark.sqsh
+@pytest.mark.usefixtures("nothing_left")
+class TestFunctional:
+    def test_results_come_out_and_into_the_record(self, kit: Kit, made: Path) -> None:
+        finished = kit("functional", "--engine", "own", "recipes/x.yaml", "grpo.seed=7", "a.b=c d")
+        assert finished.returncode == 0, finished.stderr
+        words = (made / "functional/words").read_text()
+        assert words == "run bash tests/functional/grpo_dynamo.sh grpo.seed=7 a.b=c d recipe=recipes/x.yaml\n"
+        assert (made / "functional/logs/net").read_text() == "lo\n"
+        section = functional(made)
+        assert section is not None
+        assert [section[key] for key in ("status", "passed", "failed", "skipped")] == ["passed", 2, 2, 1]
+        assert section["image_digest"] == json.loads((made / "oci/index.json").read_text())["manifests"][0]["digest"]
+        assert kit("verify", "tiny").returncode == 0
+
+    def test_a_failing_suite_is_a_result_too(self, kit: Kit, made: Path) -> None:
+        assert kit("functional", "--engine", "own").returncode == 0
+        assert kit("functional", "--engine", "own", "failing").returncode == 1
+        section = functional(made)
+        assert section is not None
+        assert section["status"] == "failed"
+        assert "recipe=failing" in (made / "functional/words").read_text()
+
+    def test_without_a_report_the_earlier_one_stays(self, kit: Kit, made: Path) -> None:
+        assert kit("functional", "--engine", "own").returncode == 0
+        before = functional(made)
+        finished = kit("functional", "--engine", "own", "silent")
+        assert finished.returncode == 1
+        assert "error: the suite ended with status 3 before its report" in finished.stderr
+        assert functional(made) == before
+        assert "recipe=silent" in (made / "functional.incomplete/words").read_text()
+        assert kit("verify", "tiny").returncode == 0
+
+    @pytest.mark.faults
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_interrupted(self, kit: Kit, made: Path, number: signal.Signals) -> None:
+        assert kit("functional", "--engine", "own").returncode == 0
+        before = functional(made)
+        process = kit.start("functional", "--engine", "own", "slow")
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(number)
+        assert "error: the suite was interrupted: " in process.communicate(timeout=20)[1]
+        assert process.returncode == 1
+        assert (made / "functional.incomplete/words").read_text() == "stopped\n"
+        assert [path.name for path in made.glob(".*")] == []
+        assert functional(made) == before
+        assert kit("verify", "tiny").returncode == 0
+
+    @pytest.mark.faults
+    def test_second_run_while_one_is_running(self, kit: Kit, made: Path) -> None:
+        process = kit.start("functional", "--engine", "own", "slow")
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        refused(kit("functional", "--engine", "own"), 1, "another 'functional-tiny' is running here", str(process.pid))
+        process.terminate()
+        process.communicate(timeout=20)
+
+    @pytest.mark.faults
+    def test_another_squashfs_than_the_records_is_not_run(self, kit: Kit, made: Path) -> None:
+        with (made / "tiny.sqsh").open("ab") as file:
+            file.write(b"x")
+        finished = kit("functional", "--engine", "own")
+        assert finished.returncode == 1
+        assert "is not the squashfs in" in finished.stderr
+        assert "make sqsh NAME=tiny" in finished.stderr
+
+    @pytest.mark.faults
+    def test_no_release(self, kit: Kit) -> None:
+        finished = kit("functional")
+        assert finished.returncode == 2
+        assert finished.stderr == "error: there is no release with a squashfs in dist: make one: make image sqsh\n"
+        finished = kit("functional", "--name", "cpu")
+        assert finished.returncode == 2
+        assert "no squashfs at" in finished.stderr
+
+    def test_two_recipes(self, kit: Kit, made: Path) -> None:
+        assert kit("functional", "a.yaml", "b.yaml").returncode == 2
+
+
+def failures(kit: Kit) -> dict[tuple[str, str], str]:
+    """What verify finds wrong: section and comparison, and how the two differ."""
+    finished = kit("verify", "tiny", "--json")
+    assert finished.returncode == 1
+    found = [entry for entry in json.loads(finished.stdout) if entry["result"] == "failed"]
+    return {(entry["section"], entry["what"]): entry["detail"] for entry in found}
+
+
+@needs_root
+@pytest.mark.sqsh
+class TestVerify:
+    @pytest.mark.parametrize(
+        ("damaged", "finding"),
+        [
+            ("oci", "✗ image: layout"),
+            ("oci/index.json", "✗ image: layout"),
+            ("tiny.sqsh", "✗ sqsh: sha256 of the file"),
+            ("functional/report.json", "✗ functional: sha256 of the report"),
+        ],
+    )
+    def test_every_artifact_is_held_against_its_section(self, kit: Kit, made: Path, damaged: str, finding: str) -> None:
+        assert kit("functional", "--engine", "own").returncode == 0
+        assert kit("verify", "tiny").returncode == 0
+        place = made / damaged
+        if place.is_dir():
+            place = max(place.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
+        with place.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"?")
+        finished = kit("verify", "tiny")
+        assert finished.returncode == 1
+        assert finding in finished.stderr
+
+    def test_every_word_of_the_record_is_held_against_what_is_there(self, kit: Kit, made: Path) -> None:
+        assert kit("functional", "--engine", "own").returncode == 0
+        text = (made / "record.json").read_text()
+        changes: list[tuple[str, dict[str, object], str]] = [
+            ("image", {"inputs": {**INPUTS, "functional": "3" * 64}}, "inputs in the image's /opt/release/build.json"),
+            ("functional", {"passed": 3}, "checks in the report"),
+            ("functional", {"failed": 1}, "checks in the report"),
+            ("functional", {"image_digest": f"sha256:{'1' * 64}"}, "image it proved"),
+            ("functional", {"sqsh_sha256": "1" * 64}, "squashfs it ran in"),
+        ]
+        for section, change, what in changes:
+            record = json.loads(text)
+            record[section] |= change
+            (made / "record.json").write_text(json.dumps(record))
+            assert (section, what) in failures(kit), what
+
+    def test_a_report_of_other_locks_or_of_another_image(self, kit: Kit, made: Path) -> None:
+        """Also where its hash is the recorded one: the suite may have run in another image than was recorded."""
+        assert kit("functional", "--engine", "own").returncode == 0
+        text = (made / "functional/report.json").read_text()
+        changes: list[tuple[str, dict[str, object], str]] = [
+            ("build", {"inputs": {**INPUTS, "trainer-cpu": "3" * 64}}, "inputs the report names"),
+            ("build", {"inputs": {"functional": INPUTS["functional"]}}, "inputs the report names"),
+            ("build", {}, "inputs the report names"),
+            ("image", {"digest": f"sha256:{'1' * 64}"}, "image the report names"),
+        ]
+        for key, value, what in changes:
+            report = json.loads(text)
+            report["release"][key] = value
+            (made / "functional/report.json").write_text(json.dumps(report))
+            record = json.loads((made / "record.json").read_text())
+            record["functional"]["sha256"] = sha256_of(made / "functional/report.json")
+            (made / "record.json").write_text(json.dumps(record))
+            found = failures(kit)
+            assert list(found) == [("functional", what)]
+            if value.get("inputs") == {**INPUTS, "trainer-cpu": "3" * 64}:
+                assert found["functional", what] == f"trainer-cpu: recorded {'1' * 64}, found {'3' * 64}"
+
+    def test_other_sources_in_the_checkout_are_told_and_no_failure(self, kit: Kit, made: Path) -> None:
+        for name in ("docker", "functional", "tests/functional", "lockfiles"):
+            shutil.copytree(REPO / name, kit.root / name)
+        shutil.copy(REPO / ".dockerignore", kit.root)
+        inputs = {**source_hashes(kit.root), **lock_hashes(kit.root, ["trainer-cpu"])}
+        record = json.loads((made / "record.json").read_text())
+        record["image"]["inputs"] = inputs
+        (made / "record.json").write_text(json.dumps(record))
+        assert "✓ image: sources and locks of this checkout" in kit("verify", "tiny").stderr
+        with (kit.root / "lockfiles/trainer-cpu.txt").open("a") as file:
+            file.write("# changed\n")
+        (kit.root / "functional/engine/wire.py").unlink()
+        said = [line for line in kit("verify", "tiny").stderr.splitlines() if "of this checkout" in line]
+        assert said[0].startswith("? image:")
+        assert said[0].endswith(" (the image was made of another state of functional, trainer-cpu)")
+
+    def test_a_squashfs_of_another_image(self, kit: Kit, made: Path) -> None:
+        text = (made / "record.json").read_text()
+        record = json.loads(text)
+        (made / "record.json").write_text(text.replace(record["image"]["digest"], "sha256:" + "1" * 64))
+        found = json.loads(kit("verify", "tiny", "--json").stdout)
+        assert {(entry["section"], entry["what"]) for entry in found if entry["result"] == "failed"} == {
+            ("image", "digest of oci/, over every blob"),
+            ("sqsh", "digest inside"),
+        }
+
+    def test_registry_out_of_reach_is_unknown_not_wrong(self, kit: Kit, made: Path) -> None:
+        record = json.loads((made / "record.json").read_text())
+        push = {"time": record["image"]["time"], "reference": "127.0.0.1:9/x:y", "digest": record["image"]["digest"]}
+        (made / "record.json").write_text(json.dumps({**record, "push": push}))
+        finished = kit("verify", "tiny")
+        assert finished.returncode == 0
+        assert "? push: digest that 127.0.0.1:9/x:y has" in finished.stderr
+        assert "connection refused" in finished.stderr
+
+    def test_no_release(self, kit: Kit) -> None:
+        finished = kit("verify", "none")
+        assert finished.returncode == 1
+        assert "no record at" in finished.stderr
+
+
+@pytest.mark.unit
+def test_counts(tmp_path: Path) -> None:
+    (tmp_path / "junit.xml").write_text(JUNIT)
+    assert count_results(tmp_path / "junit.xml") == Counts(passed=2, failed=2, skipped=1)
+    (tmp_path / "junit.xml").write_text(JUNIT[:50])
+    with pytest.raises(KitError, match="no JUnit XML"):
+        count_results(tmp_path / "junit.xml")
+
+
+@pytest.mark.unit
+def test_a_section_is_never_added_to_another_images_record(tmp_path: Path) -> None:
+    """As when the image was built anew while its squashfs was being made."""
+    one, other = f"sha256:{'1' * 64}", f"sha256:{'2' * 64}"
+    image = ImageSection(
+        name="x",
+        profile="cpu",
+        digest=one,
+        media_type="m",
+        size=1,
+        layers=[],
+        key="0" * 64,
+        inputs={},
+        source_date_epoch=0,
+    )
+    start_record(tmp_path / "record.json", image)
+    add_section(tmp_path / "record.json", PushSection(reference="r", digest=one))
+    with pytest.raises(KitError, match="now of another image than this 'push'"):
+        add_section(tmp_path / "record.json", PushSection(reference="r", digest=other), replace=True)

@@ -1,0 +1,140 @@
+"""The class of each option, and the command lines that come of them."""
+
+from pathlib import Path
+
+import pytest
+
+from functional.runtime import options, worker_args
+from functional.runtime.recipe.argv import WorkerPlace, frontend_arguments, frontend_variables, worker_arguments
+from functional.runtime.recipe.options import classify, shown_options
+
+PLACE = WorkerPlace(Path("/model"), "ns", Path("/run/kv0"), 7)
+
+CLASSES = [
+    ("vllm_cfg.tensor_parallel_size", 2, "translated", "--tensor-parallel-size 2"),
+    ("vllm_cfg.pipeline_parallel_size", 2, "translated", "--pipeline-parallel-size 2"),
+    ("vllm_cfg.precision", "bfloat16", "translated", "--dtype bfloat16"),
+    ("vllm_cfg.kv_cache_dtype", "auto", "translated", "--kv-cache-dtype auto"),
+    ("vllm_cfg.max_model_len", 256, "translated", "--max-model-len 256"),
+    ("vllm_cfg.load_format", "auto", "translated", "--load-format auto"),
+    ("vllm_cfg.enforce_eager", "false", "translated", "--no-enforce-eager"),
+    ("vllm_cfg.env_vars", "{A: b}", "translated", "environment of every worker"),
+    ("vllm_cfg.gpu_memory_utilization", 0.5, "inapplicable", "VLLM_CPU_KVCACHE_SPACE"),
+    ("vllm_cfg.async_engine", "true", "inapplicable", "always"),
+    ("vllm_cfg.use_tqdm", "true", "inapplicable", "progress"),
+    ("vllm_cfg.http_refit_server_port", 8000, "inapplicable", "collective"),
+    ("vllm_cfg.expose_http_server", "true", "managed", "frontend"),
+    ("vllm_cfg.enable_vllm_metrics_logger", "true", "managed", "metrics"),
+    ("vllm_cfg.enable_vllm_metrics_logger", "false", "managed", "reads them once"),
+    ("vllm_cfg.vllm_metrics_logger_interval", 0.5, "managed", "metrics_interval_s"),
+    ("vllm_cfg.logprobs_mode", "processed_logprobs", "managed", "--enable-rl"),
+    ("vllm_cfg.skip_tokenizer_init", "true", "unsupported", "tokenizer"),
+    ("vllm_cfg.cap_max_tokens_to_context", "true", "managed", "always cut"),
+    ("vllm_cfg.enable_return_routed_experts", "true", "unsupported", "routes"),
+    ("vllm_cfg.use_deep_gemm", "false", "unsupported", "low-precision"),
+    ("vllm_cfg.num_last_layers_in_bf16", 0, "unsupported", "low-precision"),
+    ("vllm_cfg.tool_parser_plugin", "null", "moved", "worker_args.tool_call_parser"),
+    ("vllm_cfg.tensor_paralel_size", 2, "unknown", "nearest known key is tensor_parallel_size"),
+    ("vllm_cfg.zzz", 2, "unknown", "ignored"),
+    ("vllm_kwargs.max_num_seqs", 16, "translated", "--max-num-seqs 16"),
+    ("vllm_kwargs.block_size", 32, "translated", "--block-size 32"),
+    ("vllm_kwargs.enable_chunked_prefill", "false", "translated", "--no-enable-chunked-prefill"),
+    ("vllm_kwargs.cudagraph_capture_sizes", "[1,2]", "translated", "--cudagraph-capture-sizes 1 2"),
+    ("vllm_kwargs.compilation_config", "{mode: 0}", "translated", '--compilation-config {"mode": 0}'),
+    ("vllm_kwargs.video_pruning_rate", -1, "translated", "--video-pruning-rate=-1"),
+    ("vllm_kwargs.generation_config", "vllm", "managed", "neutral"),
+    ("vllm_kwargs.seed", "null", "moved", "grpo.seed"),
+    ("vllm_kwargs.attention_backend", "null", "translated", "the engine's default"),
+    ("vllm_kwargs.enable_lora", "true", "unsupported", "adapters"),
+    ("vllm_kwargs.disable_log_stats", "true", "inapplicable", "statistics"),
+    ("vllm_kwargs.enable_prefix_caching", "true", "managed", "stays on"),
+    ("vllm_kwargs.max_num_seq", 3, "unknown", "nearest known key is max_num_seqs"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "kind", "outcome"), CLASSES)
+def test_class_of_an_option(read, key, value, kind, outcome):
+    recipe = read(f"G.{key}={value}")
+    option = {o.path: o for o in classify(recipe.policy.generation, "cpu")}[f"policy.generation.{key}"]
+    assert option.kind == kind
+    assert outcome in option.outcome
+    asked = str(value) not in ("false", "0", "null")
+    assert bool(recipe.warnings()) == (kind == "unknown" or (kind == "unsupported" and asked))
+
+
+def test_every_class_occurs():
+    assert {kind for _, _, kind, _ in CLASSES} == set(options.OptionClass)
+
+
+def test_expert_parallel_size_is_a_flag_when_it_is_the_tensor_group(read):
+    recipe = read("G.vllm_cfg.tensor_parallel_size=4", "G.vllm_cfg.expert_parallel_size=4")
+    assert "--enable-expert-parallel" in worker_arguments(recipe.policy.generation, "cpu", PLACE)
+
+
+def test_the_gpu_share_is_a_flag_on_cuda(load):
+    words = worker_arguments(load().policy.generation, "cuda", PLACE)
+    assert words[words.index("--gpu-memory-utilization") + 1] == "0.6"
+    assert '{"backend": "nccl_deadline"}' in words
+
+
+def test_worker_args_become_flags_and_extras_come_last(load):
+    own = "G.dynamo_cfg.worker_args"
+    words = worker_arguments(
+        load(
+            f"{own}.tool_call_parser=hermes",
+            f"{own}.exclude_tools_when_tool_choice_none=false",
+            f"{own}.enable_structural_tag=true",
+            f"{own}.endpoint_types=[completions]",
+            f"{own}.extra_cli_args=[--max-logprobs,7]",
+        ).policy.generation,
+        "cpu",
+        PLACE,
+    )
+    assert words[-2:] == ["--max-logprobs", "7"]
+    assert words[words.index("--dyn-tool-call-parser") + 1] == "hermes"
+    assert words[words.index("--endpoint-types") + 1] == "completions"
+    assert {"--no-exclude-tools-when-tool-choice-none", "--dyn-enable-structural-tag"} <= set(words)
+
+
+def test_no_flag_is_given_twice(load):
+    words = worker_arguments(load("G.vllm_kwargs.max_logprobs=1").policy.generation, "cuda", PLACE)
+    flags = [word for word in words if word.startswith("--")]
+    assert len(flags) == len(set(flags))
+
+
+def test_an_engine_has_its_own_seed_and_no_sampling_defaults_of_the_model(load):
+    words = worker_arguments(load().policy.generation, "cpu", PLACE)
+    assert words[words.index("--seed") + 1] == "7"
+    assert words[words.index("--generation-config") + 1] == "vllm"
+
+
+def test_frontend_args_become_flags_and_variables(load):
+    arguments = load(
+        "G.dynamo_cfg.frontend_args.router_mode=random",
+        "G.dynamo_cfg.frontend_args.router_reset_states=false",
+        "G.dynamo_cfg.frontend_args.tokenizer_cache=true",
+        "G.dynamo_cfg.frontend_args.tokenizer_cache_bytes=1000",
+        "G.dynamo_cfg.frontend_args.extra_cli_args=[--router-temperature=0.5]",
+    ).policy.generation.dynamo_cfg.frontend_args
+    words = frontend_arguments(arguments, "127.0.0.1", 20000, "ns")
+    assert words[words.index("--router-mode") + 1] == "random"
+    assert words[-1] == "--router-temperature=0.5"
+    assert "--no-router-reset-states" in words
+    assert frontend_variables(arguments) == {"DYN_TOKENIZER_CACHE": "1", "DYN_TOKENIZER_CACHE_BYTES": "1000"}
+
+
+def test_shown_options_hold_no_secret(load):
+    recipe = load("G.vllm_cfg.env_vars={HF_TOKEN: hunter2hunter2, PLAIN: kept}")
+    shown = str(shown_options(recipe.policy.generation, "cpu"))
+    assert "hunter2" not in shown
+    assert "kept" in shown
+
+
+def test_managed_flags_are_refused_everywhere(load):
+    """Each flag the runtime sets itself is one that neither `vllm_kwargs` nor `extra_cli_args` may hold."""
+    refusal = options.refusal_of_extra({})
+    for word in worker_args._managed_flags("cpu", PLACE):
+        name = word[2:].replace("-", "_")
+        assert refusal(name) is not None, name
+        option = options._kwargs_option(name, "x")
+        assert option.error is not None, name

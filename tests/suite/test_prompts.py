@@ -1,0 +1,39 @@
+"""A hub model's prompts are measured once its files are here, and still before anything starts."""
+
+import json
+import signal
+
+import pytest
+
+from functional.runtime.fleet.programs import functional_home
+from functional.suite import driver
+from functional.suite.models import find_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _sigterm_is_put_back():
+    """A run ignores it at its end, and whatever is started later would too."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+def test_prompts_of_a_model_that_has_to_come_from_the_hub_first(tmp_path, monkeypatch):
+    data = tmp_path / "q.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "1" * (n + 1), "answer": "1"}) + "\n" for n in range(128)))
+    seen = []
+
+    def not_here_yet(name):
+        seen.append(name)
+        return find_tokenizer(name) if len(seen) > 1 else None
+
+    monkeypatch.setattr(driver, "find_tokenizer", not_here_yet)
+    monkeypatch.setattr(driver, "local_ray", lambda *_: pytest.fail("Ray was started"))
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    recipe = functional_home() / "recipes/grpo_cpu.yaml"
+    assert driver.run(recipe, tmp_path / "out", run_dir, [f"data.dataset_name={data}"]) == 2
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert f"{data}:128: the prompt has 128 tokens" in report["error"]
+    assert len(seen) == 2
+    assert not run_dir.exists()
