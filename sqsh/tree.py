@@ -208,7 +208,9 @@ class Tree:
         return sorted((node for node in missing.values() if node.below is None), key=lambda node: node.number)
 
     def finish(self) -> None:
-        """After the lowest layer: whatever is still open is nowhere."""
+        """After the lowest layer: whatever is still open is nowhere, and what was a fault is one."""
+        for fault in filter(None, (layer.fault for layer in self._layers)):
+            raise fault
         for path in self._open:
             raise BadImage(f"a hard link names /{_text(path)}, which is in no layer below", "rebuild the image")
         self._prune()
@@ -242,7 +244,8 @@ class Tree:
                     there = upper.children.get(name)
                     if isinstance(child, Node):
                         if isinstance(there, Folder):
-                            self._refuse_assumed(there, layer, name)
+                            if there.assumed:
+                                layer.fault = layer.fault or _no_folder(layer, name)
                             there.sealed = True
                         elif there is None:
                             upper.children[name] = child
@@ -256,17 +259,15 @@ class Tree:
                 upper.hidden |= lower.hidden
             upper.sealed = upper.sealed or lower.opaque
 
-    def _refuse_assumed(self, folder: Folder, layer: Layer, name: bytes) -> None:
-        if folder.assumed:
-            raise BadImage(
-                f"a layer writes into {name!r} as a folder, which in the layer below ({layer.name}) is none",
-                "rebuild the image",
-            )
-
     def _resolve(self, layer: Layer, placed: list[Node]) -> None:
         """Find in this layer what hard links of the layers above name."""
         for path in list(self._open):
-            target = layer.look_up(path)
+            try:
+                target = layer.look_up(path)
+            except _Unsettled as error:
+                layer.fault = layer.fault or error
+                del self._open[path]
+                continue
             if target is None:
                 continue
             for node in self._open.pop(path):
@@ -282,6 +283,7 @@ class Layer:
     ) -> None:
         self.name = name
         self.nodes: list[Node] = []
+        self.fault: BadImage | None = None  # if it is one in the end
         self.root = LayerFolder(above, above.sealed)
         self._open = open_links
         self._links_below = links
@@ -292,6 +294,13 @@ class Layer:
     def add(self, node: Node) -> bool:
         """Take one entry in. The answer is whether it is a file whose content is wanted now."""
         self.nodes.append(node)
+        try:
+            return self._add(node)
+        except _Unsettled as error:
+            self.fault = self.fault or error
+            return False
+
+    def _add(self, node: Node) -> bool:
         member = node.member
         path = member.path
         if not path:
@@ -321,14 +330,14 @@ class Layer:
         folder = self.root
         closed = False
         for depth, name in enumerate(path, 1):
-            closed = closed or folder.opaque or name in folder.hidden
+            closed = closed or folder.loses(name)
             child = folder.children.get(name)
-            if child is None and not closed:
-                return None
             if isinstance(child, Node) and depth == len(path):
                 return child
+            if not closed and (child is None or (depth == len(path) and not _is_stated(child))):
+                return None
             if not isinstance(child, LayerFolder) or depth == len(path):
-                self._refuse(path, "hides what a hard link above names:")
+                raise _Unsettled(*self._complaint(path, "hides what a hard link above names:"))
             folder = child
         return None
 
@@ -410,7 +419,7 @@ class Layer:
             target: bytes | None = None
             if isinstance(child, Node):
                 if child.member.kind != SYMLINK:
-                    self._refuse(path, fault)
+                    raise _Unsettled(*self._complaint(path, fault))
                 target = child.member.link
             elif not _is_stated(child) and not (here is not None and here.loses(name)):
                 target = self._links_below.get((*names, name))
@@ -473,7 +482,7 @@ class Layer:
             target = (*self._real(target[:-1], "has a hard link through what is no folder:"), *target[-1:])
             here = self._find(target)
         if not target or _is_stated(here):
-            self._refuse(target, "has a hard link to a folder:")
+            raise _Unsettled(*self._complaint(target, "has a hard link to a folder:"))
         return here if isinstance(here, Node) else self._link_below(target, link)
 
     def _find(self, path: Path) -> LayerFolder | Node | None:
@@ -492,7 +501,19 @@ class Layer:
         return node
 
     def _refuse(self, path: Path, what: str) -> NoReturn:
-        raise BadImage(f"the layer {self.name} {what} /{_text(path)}", "it is damaged or hostile; nothing was written")
+        raise BadImage(*self._complaint(path, what))
+
+    def _complaint(self, path: Path, what: str) -> tuple[str, str]:
+        return f"the layer {self.name} {what} /{_text(path)}", "it is damaged or hostile; nothing was written"
+
+
+class _Unsettled(BadImage):
+    """A fault that a link in a lower layer may yet explain: what is in the way may belong elsewhere."""
+
+
+def _no_folder(layer: Layer, name: bytes) -> BadImage:
+    what = f"a layer writes into {name!r} as a folder, which in the layer below ({layer.name}) is none"
+    return BadImage(what, "rebuild the image")
 
 
 def _is_stated(here: LayerFolder | Node | None) -> bool:

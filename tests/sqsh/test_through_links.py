@@ -81,6 +81,15 @@ WHOLE = {b"usr", b"usr/lib", b"usr/lib/libc.so", b"lib"}
         ([[symlink(b"l", b"/etc"), Item(b"l/passwd")]], {b"l", b"etc", b"etc/passwd"}),
         ([[symlink(b"l", b"/etc")], [Item(b"l/passwd")]], {b"l", b"etc", b"etc/passwd"}),
         ([[Item(b"etc/passwd"), symlink(b"l", b"/etc")], [Item(b"l/.wh.passwd")]], {b"l", b"etc"}),
+        # what seems to be in the way lies elsewhere
+        (
+            [BASE, [F], [folder(b"usr/lib/foo")], [Item(b"lib/foo/bar")]],
+            {*WHOLE, b"usr/lib/foo", b"usr/lib/foo/bar"},
+        ),
+        (
+            [BASE, [Item(b"usr/lib/foo"), folder(b"lib/foo"), Item(b"usr/lib/foo/x")]],
+            {*WHOLE, b"usr/lib/foo", b"usr/lib/foo/x"},
+        ),
         # a folder stated anew in place of what was there has nothing of it
         (
             [[folder(b"c"), symlink(b"c/b", b"d")], [symlink(b"c", b"x"), folder(b"c"), Item(b"c/b/f")]],
