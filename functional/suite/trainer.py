@@ -12,7 +12,6 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from functional.engine.transports import TRANSPORTS
 from functional.runtime.errors import RefitError
 from functional.runtime.recipe.environment import SHARED_GPU
 from functional.runtime.recipe.model import Recipe
@@ -63,7 +62,7 @@ class Trainer:
             self._tensors,
             self._score,
             self._policy.config,
-            transport=TRANSPORTS[recipe.cluster.device].name,
+            transport=recipe.transport.name,
             device=self._policy.device,
             timeout_s=generation.dynamo_cfg.control_timeout_s,
         )

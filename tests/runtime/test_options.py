@@ -1,5 +1,6 @@
 """The class of each option, and the command lines that come of them."""
 
+import json
 import pickle
 from pathlib import Path
 
@@ -78,7 +79,14 @@ def test_expert_parallel_size_is_a_flag_when_it_is_the_tensor_group(read):
 def test_the_gpu_share_is_a_flag_on_cuda(load):
     words = worker_arguments(load("cluster.device=cuda"), PLACE)
     assert words[words.index("--gpu-memory-utilization") + 1] == "0.6"
-    assert '{"backend": "nccl_deadline"}' in words
+
+
+@pytest.mark.parametrize(("device", "name", "backend"), [("cpu", "gloo", "gloo"), ("cuda", "nccl", "nccl_deadline")])
+def test_trainer_and_engine_use_the_devices_transport(load, device, name, backend):
+    recipe = load(f"cluster.device={device}")
+    words = worker_arguments(recipe, PLACE)
+    assert recipe.transport.name == name
+    assert json.loads(words[words.index("--weight-transfer-config") + 1]) == {"backend": backend}
 
 
 def test_worker_args_become_flags_and_extras_come_last(load):
@@ -139,7 +147,7 @@ def test_shown_options_hold_no_secret(load):
 def test_managed_flags_are_refused_everywhere(load):
     """Each flag the runtime sets itself is one that neither `vllm_kwargs` nor `extra_cli_args` may hold."""
     refusal = options.refusal_of_extra({})
-    for word in argv._managed_flags("cpu", PLACE):
+    for word in argv._managed_flags("gloo", PLACE):
         name = word[2:].replace("-", "_")
         assert refusal(name) is not None, name
         option = options._kwargs_option(name, "x")

@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from functional.engine.transports import TRANSPORTS
 from functional.runtime.recipe.model import FrontendArgs, Recipe, WorkerArgs
 from functional.runtime.recipe.options import GENERATION, WORKER_ARGS
 
@@ -41,12 +40,13 @@ class WorkerPlace:
 def worker_arguments(recipe: Recipe, place: WorkerPlace) -> list[str]:
     """`dynamo.vllm`'s command line behind the module's name."""
     arguments = recipe.policy.generation.dynamo_cfg.worker_args
-    managed = [word for flag, value in _managed_flags(recipe.cluster.device, place).items() for word in (flag, value)]
+    flags = _managed_flags(recipe.transport.backend, place)
+    managed = [word for flag, value in flags.items() for word in (flag, value)]
     options = [word for option in recipe.options for word in option.flags]
     return ["--enable-rl", *managed, *options, *_own_flags(arguments), *arguments.extra_cli_args]
 
 
-def _managed_flags(device: str, place: WorkerPlace) -> dict[str, str]:
+def _managed_flags(transfer_backend: str, place: WorkerPlace) -> dict[str, str]:
     # An ipc endpoint is one that vLLM's publisher binds; tcp on a given host it would connect, and nobody would bind.
     kv_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{place.events}"}
     return {
@@ -56,7 +56,7 @@ def _managed_flags(device: str, place: WorkerPlace) -> dict[str, str]:
         "--discovery-backend": "etcd",
         "--request-plane": "tcp",
         "--event-plane": "nats",
-        "--weight-transfer-config": json.dumps({"backend": TRANSPORTS[device].backend}),
+        "--weight-transfer-config": json.dumps({"backend": transfer_backend}),
         "--worker-extension-cls": WORKER_EXTENSION,
         "--kv-events-config": json.dumps(kv_events),
         "--seed": str(place.seed),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from functional.engine.transports import TRANSPORTS, Transport
 from functional.runtime.recipe.options import Option, classify
 from functional.runtime.recipe.redact import redacted, scrub
 
@@ -261,6 +262,11 @@ class Recipe(Section):
         """Number of `dynamo.vllm` workers."""
         resources = self.policy.generation.colocated.resources
         return resources.gpus_per_node * resources.num_nodes // self.devices_per_engine
+
+    @property
+    def transport(self) -> Transport:
+        """How weights get from trainer to engines."""
+        return TRANSPORTS[self.cluster.device]
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
