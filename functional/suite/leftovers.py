@@ -5,8 +5,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
-
 from functional.runtime.fleet.guard import descendants
 from functional.runtime.fleet.ports import is_listening
 
@@ -29,6 +27,7 @@ def _look(run_dir: Path, ports: Iterable[int]) -> list[str]:
 
 def _command(pid: int) -> str:
     try:
-        return " ".join(psutil.Process(pid).cmdline()).strip()[:120]
-    except psutil.NoSuchProcess:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
         return ""
+    return raw.replace(b"\0", b" ").decode(errors="replace").strip()[:120]
