@@ -11,7 +11,7 @@ from pathlib import Path
 from functional.runtime.errors import ConfigError
 from functional.runtime.fleet.programs import find_programs
 from functional.runtime.recipe import parser_check
-from functional.runtime.recipe.model import load_recipe
+from functional.runtime.recipe.load import load_recipe
 
 STAND_IN = """
 import vllm.platforms

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+RECIPES = Path(__file__).parents[1] / "functional" / "recipes"
+"""The kit's own recipes."""
+
 RECIPE = """
 policy:
   model_name: builtin:arithmetic
@@ -27,7 +30,7 @@ def recipe_path(tmp_path):
 @pytest.fixture
 def load(recipe_path):
     """The recipe with overrides, `G` at a key's start standing for policy.generation."""
-    from functional.runtime.recipe.model import load_recipe
+    from functional.runtime.recipe.load import load_recipe
 
     def loaded(*overrides):
         return load_recipe(recipe_path, [expand(override) for override in overrides])
@@ -38,7 +41,7 @@ def load(recipe_path):
 @pytest.fixture
 def read(recipe_path):
     """As `load`, without the rules: for what a rule refuses today and the command line has words for."""
-    from functional.runtime.recipe.model import load_recipe
+    from functional.runtime.recipe.load import load_recipe
 
     return lambda *overrides: load_recipe(recipe_path, [expand(override) for override in overrides], rules=())
 

@@ -7,7 +7,7 @@ import json
 import logging
 from typing import Any
 
-from functional.engine.wire import BACKENDS
+from functional.engine.transports import BACKENDS
 
 _ENGINES = {BACKENDS["gloo"]: "GlooEngine", BACKENDS["nccl"]: "NcclEngine"}
 

@@ -17,9 +17,6 @@ from torch import Tensor
 from functional.engine.errors import TransferError
 from functional.engine.group import Group
 
-BACKENDS = {"gloo": "gloo", "nccl": "nccl_deadline"}
-"""Recipe's transport -> name of vLLM's weight-transfer backend. vLLM's own `nccl` (no deadline) stays as it is."""
-
 DEFAULT_BUFFER_BYTES = 256 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 60.0
 

@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.errors import ConfigError, InterruptedRunError, RolloutError, RunError
-from functional.runtime.fleet.fleet import Fleet, FleetSettings, Worker, new_namespace
+from functional.runtime.fleet.fleet import Fleet
 from functional.runtime.fleet.programs import Programs, find_programs
+from functional.runtime.fleet.settings import FleetSettings, new_namespace
+from functional.runtime.fleet.worker import Worker
 from functional.runtime.recipe.architectures import find_model_problem
-from functional.runtime.recipe.model import Recipe, RecipeError
+from functional.runtime.recipe.load import RecipeError
+from functional.runtime.recipe.model import Recipe
 from functional.runtime.recipe.options import shown_options
 from functional.runtime.recipe.parser_check import EngineCheck
-from functional.runtime.recipe.rules import find_unsendable, merge_stop_strings
+from functional.runtime.recipe.rules import find_unsendable, find_warnings, merge_stop_strings
 from functional.runtime.refit.machine import Event, State, Transition
 from functional.runtime.refit.parts import Probe
 from functional.runtime.refit.probe import probe_prompts
@@ -90,9 +93,9 @@ def run(
     session = (session_type or Session)(recipe, out, run_dir)
     session.tokenizer = tokenizer
     session.report |= {"recipe": recipe.shown(), "versions": read_versions(programs), "data": asdict(data)}
-    session.report |= {"options": shown_options(recipe.policy.generation, recipe.cluster.device)}
-    session.report |= {"warnings": recipe.warnings()}
-    for warning in recipe.warnings():
+    session.report |= {"options": shown_options(recipe.options)}
+    session.report |= {"warnings": find_warnings(recipe)}
+    for warning in find_warnings(recipe):
         session.say(f"warning: {warning}")
     failure: str | None = None
     is_bad_input = False
@@ -201,15 +204,12 @@ class Session:
         self._stack.callback(ray.kill, trainer)
         settings = FleetSettings(
             namespace=new_namespace(),
-            generation=generation,
+            recipe=recipe,
             model_dir=model_dir,
             run_dir=self.run_dir,
             log_dir=(self.out / "logs").resolve(),
-            device=recipe.cluster.device,
             programs=programs,
-            seed=recipe.grpo.seed,
             address=ADDRESS,
-            share_gpu=recipe.cluster.share_gpu,
         )
         patience = generation.dynamo_cfg.startup_timeout_s
         self._phase("engine's parser", lambda: parser.result(patience, recipe.scrub))

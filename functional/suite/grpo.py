@@ -7,38 +7,13 @@ their value is never read. Names follow NeMo RL's recipe keys `loss_fn.*` and `g
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class LossConfig:
-    """`loss_fn.*`: the ratio is clipped to [1 - ratio_clip_min, 1 + ratio_clip_max].
-
-    truncated_importance_sampling_ratio: cap of the weight exp(old - generation); None leaves it uncapped.
-    token_level_loss: mean over all tokens of the batch; otherwise mean over samples of each sample's mean.
-    """
-
-    ratio_clip_min: float = 0.2
-    ratio_clip_max: float = 0.2
-    reference_policy_kl_penalty: float = 0.0
-    use_importance_sampling_correction: bool = True
-    truncated_importance_sampling_ratio: float | None = 2.0
-    token_level_loss: bool = True
-
-    def __post_init__(self) -> None:
-        cap = self.truncated_importance_sampling_ratio
-        if self.ratio_clip_min < 0 or self.ratio_clip_max < 0 or self.reference_policy_kl_penalty < 0:
-            raise ValueError("loss_fn: ratio_clip_min, ratio_clip_max and reference_policy_kl_penalty must be >= 0")
-        if cap is not None and cap <= 0:
-            raise ValueError(f"loss_fn.truncated_importance_sampling_ratio must be > 0 or null, not {cap}")
-        if cap is not None and not self.use_importance_sampling_correction:
-            raise ValueError(
-                "loss_fn.truncated_importance_sampling_ratio has no effect: "
-                "set use_importance_sampling_correction to true, or the ratio to null"
-            )
+if TYPE_CHECKING:  # the arithmetic needs nothing but torch
+    from functional.runtime.recipe.model import LossConfig
 
 
 def advantages(

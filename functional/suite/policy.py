@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from functional.suite.grpo import LossConfig, clean, clipped_loss, mean_abs_difference
+from functional.runtime.recipe.model import LossConfig
+from functional.suite.grpo import clean, clipped_loss, mean_abs_difference
 
 ENGINE_ROUNDING = 4.0
 """An engine agrees with the trainer within this many times what bfloat16 costs the trainer itself: as much again for

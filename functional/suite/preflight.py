@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.errors import ConfigError
-from functional.runtime.recipe.model import Recipe, load_recipe
+from functional.runtime.recipe.load import load_recipe
+from functional.runtime.recipe.model import Recipe
 from functional.runtime.recipe.rules import BUILTIN_DATA, RULES, Problem
 from functional.suite.data import measure_data
 from functional.suite.models import find_tokenizer

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
-from functional.runtime.fleet.fleet import Worker
+from functional.runtime.fleet.worker import Worker
 from functional.runtime.rollout.client import Completion
 from functional.suite.checks import Checklist
 

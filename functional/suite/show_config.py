@@ -12,10 +12,12 @@ from omegaconf import OmegaConf
 from functional.runtime.errors import ConfigError
 from functional.runtime.fleet.programs import find_programs
 from functional.runtime.recipe.argv import WorkerPlace, frontend_arguments, worker_arguments
-from functional.runtime.recipe.model import Recipe, RecipeError
+from functional.runtime.recipe.load import RecipeError
+from functional.runtime.recipe.model import Recipe
 from functional.runtime.recipe.options import GENERATION, shown_options
 from functional.runtime.recipe.parser_check import EngineCheck
 from functional.runtime.recipe.redact import redacted
+from functional.runtime.recipe.rules import find_warnings
 from functional.runtime.recipe.seeds import engine_seed
 from functional.suite.data import measure_data
 from functional.suite.models import find_tokenizer
@@ -39,19 +41,19 @@ def show_config(path: Path, overrides: list[str], as_json: bool, ask_engine: boo
 
 def describe(recipe: Recipe, ask_engine: bool) -> dict[str, Any]:
     """Everything `functional config` tells, as plain data without secrets."""
-    generation, device = recipe.policy.generation, recipe.cluster.device
     # Capitals stand for what only a run knows.
     place = WorkerPlace(Path("/MODEL"), "NAMESPACE", Path("/RUN/kv0"), engine_seed(recipe.grpo.seed, 0, 0))
-    worker = worker_arguments(generation, device, place)
-    frontend = frontend_arguments(generation.dynamo_cfg.frontend_args, "HOST", 1, place.namespace)
+    worker = worker_arguments(recipe, place)
+    frontend_args = recipe.policy.generation.dynamo_cfg.frontend_args
+    frontend = frontend_arguments(frontend_args, "HOST", 1, place.namespace)
     data = measure_data(recipe, find_tokenizer(recipe.policy.model_name))
     if ask_engine:
         with EngineCheck.of(recipe, find_programs().dynamo_python, Path("/")) as check:
             check.result(PARSER_TIMEOUT_S, recipe.scrub)
     return {
         "valid": True,
-        "warnings": recipe.warnings(),
-        "options": shown_options(generation, device),
+        "warnings": find_warnings(recipe),
+        "options": shown_options(recipe.options),
         "worker_argv": redacted(worker),
         "frontend_argv": redacted(frontend),
         "engine_parser": "accepted" if ask_engine else "not asked",

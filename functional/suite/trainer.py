@@ -13,19 +13,17 @@ import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from functional.runtime.errors import RefitError
-from functional.runtime.recipe.argv import SHARED_GPU
+from functional.runtime.recipe.environment import SHARED_GPU
 from functional.runtime.recipe.model import Recipe
 from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import ProbeScore
 from functional.runtime.refit.source import NamedTensors
 from functional.runtime.rollout.client import Completion
-from functional.suite.grpo import LossConfig
 from functional.suite.policy import Policy, Sample, collate
 from functional.suite.send_faults import FaultyWeights, SendFault
 
 NUDGE = 0.15
 """Noise of `Trainer.nudge`, in standard deviations of the tensor it is added to."""
-TRANSPORT = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Trainer:
         policy, generation = recipe.policy, recipe.policy.generation
         if recipe.cluster.share_gpu:
             os.environ.update(SHARED_GPU)
-        self._loss = LossConfig(**recipe.loss_fn.model_dump(include=set(LossConfig.__dataclass_fields__)))
+        self._loss = recipe.loss_fn
         self._policy = Policy(
             model_dir,
             recipe.cluster.device,
@@ -64,7 +62,7 @@ class Trainer:
             self._tensors,
             self._score,
             self._policy.config,
-            transport=TRANSPORT[recipe.cluster.device],
+            transport=recipe.transport.name,
             device=self._policy.device,
             timeout_s=generation.dynamo_cfg.control_timeout_s,
         )

@@ -9,8 +9,9 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from functional.runtime.errors import RunError
-from functional.runtime.fleet.fleet import Fleet, Worker
+from functional.runtime.fleet.fleet import Fleet
 from functional.runtime.fleet.ports import FIRST, LAST
+from functional.runtime.fleet.worker import Worker
 from functional.runtime.recipe.model import GrpoConfig, Thresholds
 from functional.runtime.refit.machine import Event
 from functional.runtime.refit.parts import ProbeVerdict

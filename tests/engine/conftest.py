@@ -45,7 +45,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def engine(versions: list[Path]) -> Iterator[object]:
     from vllm import LLM
 
-    from functional.engine.wire import BACKENDS
+    from functional.engine.transports import BACKENDS
 
     llm = LLM(
         model=str(versions[0]),

@@ -10,14 +10,14 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from functional.runtime.fleet.programs import functional_home
 from functional.runtime.recipe.seeds import engine_seed
 from functional.runtime.rollout.records import read_records
 from functional.runtime.rollout.requests import Attempt, join
 from functional.suite.faults import CASES, run_case
 from functional.suite.models import find_model
+from tests.recipes import RECIPES
 
-RECIPE = functional_home() / "recipes" / "grpo_cpu.yaml"
+RECIPE = RECIPES / "grpo_cpu.yaml"
 EXIT_DEADLINE_S = 60
 FOREIGN = {
     "ETCD_NAME": "node7",

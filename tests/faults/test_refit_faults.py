@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from functional.runtime.fleet.programs import functional_home
 from functional.runtime.recipe.seeds import engine_seed
+from tests.recipes import RECIPES
 
-RECIPE = functional_home() / "recipes" / "grpo_cpu.yaml"
+RECIPE = RECIPES / "grpo_cpu.yaml"
 EXPECTED = {
     "failing-n-times.back",
     "failing-n-times.next",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from functional.runtime.errors import RefitError, RolloutError, RunError
 from functional.runtime.fleet.control import ControlError, WorkerLostError
-from functional.runtime.fleet.fleet import Worker
+from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import State
 from functional.runtime.refit.probe import PROMPTS, ProbeScore
 from functional.runtime.refit.transaction import FleetRefit, SourceLostError
@@ -219,10 +219,10 @@ class FakeControl:
             raise ControlError(f"worker {self.index}: {what}: failed after its effect")
         return answer
 
-    def update(self, engine_rpc: str, weight_version: str, timeout_s: float | None = None, **arguments) -> None:
+    def engine_rpc(self, method: str, weight_version: str, timeout_s: float | None = None, **arguments) -> None:
         if not self.engine.paused and not arguments.pop("allow_unpaused", False) and not self.engine.end:
             raise ControlError(f"worker {self.index}: must be paused")
-        body = {"engine_rpc": engine_rpc, "weight_version": weight_version, **arguments}
+        body = {"engine_rpc": method, "weight_version": weight_version, **arguments}
         self.call(UPDATE, body, timeout_s)
 
     def act(self, what: str, body, outcome: str):

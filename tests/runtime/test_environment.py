@@ -3,19 +3,35 @@
 import ast
 import inspect
 import os
+import re
 import time
 from pathlib import Path
 
 import httpx
 import pytest
 
-from functional.runtime import environment, fleet
 from functional.runtime.errors import ProcessDiedError
-from functional.runtime.fleet.fleet import Fleet, FleetSettings, WorkerOwner
+from functional.runtime.fleet import fleet, worker
+from functional.runtime.fleet.fleet import Fleet
 from functional.runtime.fleet.programs import Programs, find_programs
-from functional.runtime.recipe.argv import SHARED_GPU
-from functional.runtime.recipe.environment import inherited_environment, is_inherited, left_out, program_environment
-from functional.runtime.recipe.model import GenerationConfig
+from functional.runtime.fleet.settings import FleetSettings
+from functional.runtime.fleet.worker import WorkerOwner
+from functional.runtime.recipe.environment import (
+    MANAGED_PREFIXES,
+    MANAGED_VARIABLES,
+    SHARED_GPU,
+    WorkerSite,
+    control_plane_variables,
+    default_threads,
+    frontend_variables,
+    inherited_environment,
+    is_inherited,
+    left_out,
+    parser_environment,
+    program_environment,
+    worker_variables,
+)
+from functional.runtime.recipe.model import FrontendArgs, Recipe
 from functional.runtime.recipe.seeds import engine_seed
 
 FOREIGN = {
@@ -59,18 +75,21 @@ KEPT = {
 }
 
 
+def recipe_of(cluster=None, **vllm_cfg):
+    policy = {"model_name": "tiny", "optimizer": {"lr": 0.1}, "generation": {"vllm_cfg": vllm_cfg}}
+    return Recipe.model_validate({"policy": policy, "cluster": cluster or {}})
+
+
 def settings(folder, programs, **vllm_cfg):
     (folder / "run").mkdir()
     (folder / "logs").mkdir()
     return FleetSettings(
         namespace="ours",
-        generation=GenerationConfig.model_validate({"vllm_cfg": vllm_cfg}),
+        recipe=recipe_of(**vllm_cfg),
         model_dir=Path("/models/tiny"),
         run_dir=folder / "run",
         log_dir=folder / "logs",
-        device="cpu",
         programs=programs,
-        seed=42,
     )
 
 
@@ -109,16 +128,71 @@ def test_a_proxy_never_stands_between_the_fleets_programs():
     assert merged["no_proxy"] == "10.1.2.3,localhost,127.0.0.1"
 
 
-def test_every_variable_the_fleet_sets_is_managed():
-    """Variables in the fleet's source: whatever a worker is given, `env_vars` may not replace."""
-    tree = ast.parse(Path(inspect.getfile(fleet)).read_text(encoding="utf-8"))
-    literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    names = {text for text in literals if isinstance(text, str) and text.isupper() and "_" in text.strip("_")}
-    assert "VLLM_PORT" in names
-    strays = {n for n in names if n.isidentifier() and not n.startswith(environment.MANAGED_PREFIXES)}
-    # OMP_NUM_THREADS is a default that caller and recipe may replace.
-    assert strays - environment.MANAGED_VARIABLES == {"OMP_NUM_THREADS"}
-    assert set(SHARED_GPU) - environment.MANAGED_VARIABLES == {"NCCL_CUMEM_ENABLE"}  # managed where a GPU is shared
+def site(recipe, *devices):
+    return WorkerSite(recipe, "127.0.0.1", Path("/run"), 20001, 20002, 20003, 20004, devices)
+
+
+WORKERS = {
+    "cpu": site(recipe_of()),
+    "cuda": site(recipe_of({"device": "cuda"}), "3", "4"),
+    "shared GPU": site(recipe_of({"device": "cuda", "share_gpu": True})),
+}
+
+
+@pytest.mark.parametrize("where", WORKERS)
+def test_every_variable_the_fleet_sets_is_managed(where):
+    """Whatever a worker is given, `env_vars` may not replace."""
+    given = control_plane_variables("ours", "127.0.0.1", "http://127.0.0.1:1", "nats://127.0.0.1:2")
+    given |= frontend_variables(FrontendArgs(tokenizer_cache=True), 1, 2) | worker_variables(WORKERS[where])
+    free = {name for name in given if not name.startswith(MANAGED_PREFIXES) and name not in MANAGED_VARIABLES}
+    assert free == ({"NCCL_CUMEM_ENABLE"} if where == "shared GPU" else set())  # managed where a GPU is shared
+
+
+def test_the_fleet_names_no_variable_itself():
+    """All are listed in `environment`."""
+    for module in (fleet, worker):
+        tree = ast.parse(Path(inspect.getfile(module)).read_text(encoding="utf-8"))
+        literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        assert not {text for text in literals if isinstance(text, str) and re.fullmatch(r"[A-Z]+(_[A-Z0-9]+)+", text)}
+
+
+def test_a_workers_variables_on_each_device():
+    cpu, cuda, shared = (worker_variables(worker_site) for worker_site in WORKERS.values())
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}
+    assert {name: value for name, value in cpu.items() if name not in cuda or cuda[name] != value} == own
+    assert cuda == {
+        "DYN_TCP_RPC_PORT": "20001",
+        "DYN_TCP_RESPONSE_STREAM_PORT": "20002",
+        "DYN_SYSTEM_PORT": "20003",
+        "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": "75",
+        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
+        "VLLM_PORT": "20004",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_RPC_BASE_PATH": "/run",
+        "VLLM_RENDEZVOUS_DIR": "/run",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "CUDA_VISIBLE_DEVICES": "3,4",
+    }
+    assert shared == cuda | SHARED_GPU
+    assert "TORCH_COMPILE_DISABLE" not in worker_variables(site(recipe_of(enforce_eager=False)))
+
+
+def test_threads_are_divided_among_engines_on_cpu_only(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert default_threads("cpu", 2) == {"OMP_NUM_THREADS": "2"}
+    assert default_threads("cpu", 8) == {"OMP_NUM_THREADS": "1"}
+    assert default_threads("cuda", 2) == {}
+
+
+def test_parsers_are_quiet_unless_the_caller_or_the_recipe_says_otherwise(monkeypatch):
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    quiet = parser_environment("cpu", {"A": "recipe"})
+    assert (quiet["A"], quiet["VLLM_LOGGING_LEVEL"], quiet["CUDA_VISIBLE_DEVICES"]) == ("recipe", "ERROR", "")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert parser_environment("cuda", {})["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert "CUDA_VISIBLE_DEVICES" not in parser_environment("cuda", {})
 
 
 @pytest.fixture
@@ -186,12 +260,12 @@ def test_etcd_and_nats_come_up_whatever_the_caller_has_set(real_fleet, monkeypat
     if proxy:
         for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
             monkeypatch.setenv(name, "http://127.0.0.1:9")
-    found = real_fleet._start_stores(inherited_environment(), time.monotonic() + 60)
-    with httpx.Client(base_url=found["ETCD_ENDPOINTS"], trust_env=False, timeout=20) as client:
+    etcd_url, _ = real_fleet._start_stores(inherited_environment(), time.monotonic() + 60)
+    with httpx.Client(base_url=etcd_url, trust_env=False, timeout=20) as client:
         assert client.get("/health").json()["health"] == "true"
         (member,) = client.post("/v3/cluster/member/list", json={}).json()["members"]
     assert member["name"] == "default"
-    assert member["clientURLs"] == [found["ETCD_ENDPOINTS"]]
+    assert member["clientURLs"] == [etcd_url]
     real_fleet.check_control_plane()
 
 

@@ -10,7 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from functional.runtime.errors import ConfigError
-from functional.runtime.recipe.model import Recipe, RecipeError, load_recipe
+from functional.runtime.recipe.load import RecipeError, load_recipe
+from functional.runtime.recipe.model import Recipe
 
 FAULTY = """
 policy:

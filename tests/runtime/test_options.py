@@ -1,12 +1,17 @@
 """The class of each option, and the command lines that come of them."""
 
+import json
+import pickle
 from pathlib import Path
 
 import pytest
 
-from functional.runtime import options, worker_args
-from functional.runtime.recipe.argv import WorkerPlace, frontend_arguments, frontend_variables, worker_arguments
-from functional.runtime.recipe.options import classify, shown_options
+from functional.runtime.recipe import argv, model, options
+from functional.runtime.recipe.argv import WorkerPlace, frontend_arguments, worker_arguments
+from functional.runtime.recipe.environment import frontend_variables
+from functional.runtime.recipe.load import load_recipe
+from functional.runtime.recipe.options import shown_options
+from functional.runtime.recipe.rules import find_warnings
 
 PLACE = WorkerPlace(Path("/model"), "ns", Path("/run/kv0"), 7)
 
@@ -55,11 +60,11 @@ CLASSES = [
 @pytest.mark.parametrize(("key", "value", "kind", "outcome"), CLASSES)
 def test_class_of_an_option(read, key, value, kind, outcome):
     recipe = read(f"G.{key}={value}")
-    option = {o.path: o for o in classify(recipe.policy.generation, "cpu")}[f"policy.generation.{key}"]
+    option = {o.path: o for o in recipe.options}[f"policy.generation.{key}"]
     assert option.kind == kind
     assert outcome in option.outcome
     asked = str(value) not in ("false", "0", "null")
-    assert bool(recipe.warnings()) == (kind == "unknown" or (kind == "unsupported" and asked))
+    assert bool(find_warnings(recipe)) == (kind == "unknown" or (kind == "unsupported" and asked))
 
 
 def test_every_class_occurs():
@@ -68,13 +73,20 @@ def test_every_class_occurs():
 
 def test_expert_parallel_size_is_a_flag_when_it_is_the_tensor_group(read):
     recipe = read("G.vllm_cfg.tensor_parallel_size=4", "G.vllm_cfg.expert_parallel_size=4")
-    assert "--enable-expert-parallel" in worker_arguments(recipe.policy.generation, "cpu", PLACE)
+    assert "--enable-expert-parallel" in worker_arguments(recipe, PLACE)
 
 
 def test_the_gpu_share_is_a_flag_on_cuda(load):
-    words = worker_arguments(load().policy.generation, "cuda", PLACE)
+    words = worker_arguments(load("cluster.device=cuda"), PLACE)
     assert words[words.index("--gpu-memory-utilization") + 1] == "0.6"
-    assert '{"backend": "nccl_deadline"}' in words
+
+
+@pytest.mark.parametrize(("device", "name", "backend"), [("cpu", "gloo", "gloo"), ("cuda", "nccl", "nccl_deadline")])
+def test_trainer_and_engine_use_the_devices_transport(load, device, name, backend):
+    recipe = load(f"cluster.device={device}")
+    words = worker_arguments(recipe, PLACE)
+    assert recipe.transport.name == name
+    assert json.loads(words[words.index("--weight-transfer-config") + 1]) == {"backend": backend}
 
 
 def test_worker_args_become_flags_and_extras_come_last(load):
@@ -86,8 +98,7 @@ def test_worker_args_become_flags_and_extras_come_last(load):
             f"{own}.enable_structural_tag=true",
             f"{own}.endpoint_types=[completions]",
             f"{own}.extra_cli_args=[--max-logprobs,7]",
-        ).policy.generation,
-        "cpu",
+        ),
         PLACE,
     )
     assert words[-2:] == ["--max-logprobs", "7"]
@@ -97,13 +108,13 @@ def test_worker_args_become_flags_and_extras_come_last(load):
 
 
 def test_no_flag_is_given_twice(load):
-    words = worker_arguments(load("G.vllm_kwargs.max_logprobs=1").policy.generation, "cuda", PLACE)
+    words = worker_arguments(load("G.vllm_kwargs.max_logprobs=1", "cluster.device=cuda"), PLACE)
     flags = [word for word in words if word.startswith("--")]
     assert len(flags) == len(set(flags))
 
 
 def test_an_engine_has_its_own_seed_and_no_sampling_defaults_of_the_model(load):
-    words = worker_arguments(load().policy.generation, "cpu", PLACE)
+    words = worker_arguments(load(), PLACE)
     assert words[words.index("--seed") + 1] == "7"
     assert words[words.index("--generation-config") + 1] == "vllm"
 
@@ -120,12 +131,15 @@ def test_frontend_args_become_flags_and_variables(load):
     assert words[words.index("--router-mode") + 1] == "random"
     assert words[-1] == "--router-temperature=0.5"
     assert "--no-router-reset-states" in words
-    assert frontend_variables(arguments) == {"DYN_TOKENIZER_CACHE": "1", "DYN_TOKENIZER_CACHE_BYTES": "1000"}
+    cache = {"DYN_TOKENIZER_CACHE": "1", "DYN_TOKENIZER_CACHE_BYTES": "1000"}
+    ports = {"DYN_TCP_RESPONSE_STREAM_PORT": "20001", "DYN_SYSTEM_PORT": "20002"}
+    assert frontend_variables(arguments, 20001, 20002) == ports | cache
+    assert frontend_variables(load().policy.generation.dynamo_cfg.frontend_args, 20001, 20002) == ports
 
 
 def test_shown_options_hold_no_secret(load):
     recipe = load("G.vllm_cfg.env_vars={HF_TOKEN: hunter2hunter2, PLAIN: kept}")
-    shown = str(shown_options(recipe.policy.generation, "cpu"))
+    shown = str(shown_options(recipe.options))
     assert "hunter2" not in shown
     assert "kept" in shown
 
@@ -133,8 +147,29 @@ def test_shown_options_hold_no_secret(load):
 def test_managed_flags_are_refused_everywhere(load):
     """Each flag the runtime sets itself is one that neither `vllm_kwargs` nor `extra_cli_args` may hold."""
     refusal = options.refusal_of_extra({})
-    for word in worker_args._managed_flags("cpu", PLACE):
+    for word in argv._managed_flags("gloo", PLACE):
         name = word[2:].replace("-", "_")
         assert refusal(name) is not None, name
         option = options._kwargs_option(name, "x")
         assert option.error is not None, name
+
+
+def test_options_are_classified_once_a_load(recipe_path, monkeypatch):
+    """Rules, warnings, the command line and what is shown all read the same options."""
+    calls = []
+    monkeypatch.setattr(model, "classify", lambda *sections: calls.append(sections) or options.classify(*sections))
+    recipe = load_recipe(recipe_path)
+    assert recipe.options is recipe.options
+    assert find_warnings(recipe) == []
+    assert worker_arguments(recipe, PLACE)
+    assert len(shown_options(recipe.options)) == len(recipe.options) > 10
+    assert pickle.loads(pickle.dumps(recipe)).options == recipe.options  # as Ray hands it to a worker's owner
+    assert len(calls) == 1
+
+
+def test_what_was_derived_from_a_recipe_is_no_part_of_it(recipe_path):
+    recipe, other = load_recipe(recipe_path), load_recipe(recipe_path, rules=())
+    assert "options" in vars(recipe)
+    assert "options" not in vars(other)
+    assert "options" not in recipe.model_dump()
+    assert recipe == other

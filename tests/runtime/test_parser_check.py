@@ -1,6 +1,6 @@
 """The pinned engine's own parsers: the table of flags is theirs, and they judge what a fleet is given."""
 
-import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,51 +8,23 @@ from pathlib import Path
 import pytest
 
 from functional.runtime.errors import ConfigError
-from functional.runtime.recipe.engine_flags import ENGINE_FLAGS, FRONTEND_FLAGS, WORKER_FLAGS
-from functional.runtime.recipe.parser_check import EngineCheck, parser_environment
+from functional.runtime.recipe import engine_flags
+from functional.runtime.recipe.parser_check import EngineCheck
 
-READ_FLAGS = """
-import argparse, json
-from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeArgGroup
-from dynamo.frontend.frontend_args import FrontendArgGroup
-from dynamo.vllm.backend_args import DynamoVllmArgGroup
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-def kind(action):
-    if isinstance(action, argparse.BooleanOptionalAction):
-        return "bool"
-    return "switch" if action.nargs == 0 else "list" if action.nargs in ("+", "*") else "value"
-
-def flags(parser):
-    return {
-        flag[2:].replace("-", "_"): kind(action)
-        for action in parser._actions
-        for flag in action.option_strings
-        if flag.startswith("--") and not flag.startswith("--no-")
-    }
-
-engine = FlexibleArgumentParser(add_help=False)
-AsyncEngineArgs.add_cli_args(engine, async_args_only=False)
-worker, frontend = argparse.ArgumentParser(add_help=False), argparse.ArgumentParser(add_help=False)
-DynamoRuntimeArgGroup().add_arguments(worker)
-DynamoVllmArgGroup().add_arguments(worker)
-FrontendArgGroup().add_arguments(frontend)
-print("FLAGS " + json.dumps([flags(engine), flags(worker), flags(frontend)]))
-"""
+TREE = Path(__file__).parents[2]
 
 
-def test_the_table_of_flags_is_the_installed_parsers(dynamo_python):
-    done = subprocess.run(
-        [dynamo_python, "-c", READ_FLAGS],
-        capture_output=True,
-        text=True,
-        env=parser_environment("cpu", {}),
-        timeout=120,
-    )
-    answer = next((line for line in done.stdout.splitlines() if line.startswith("FLAGS ")), None)
-    assert answer is not None, done.stderr[-2000:]
-    assert json.loads(answer[6:]) == [ENGINE_FLAGS, WORKER_FLAGS, FRONTEND_FLAGS]
+def run_script(name, *words):
+    """A script of this tree, on this tree's packages."""
+    command, environment = [sys.executable, TREE / name, *words], os.environ | {"PYTHONPATH": str(TREE)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_the_flags_are_the_installed_parsers(dynamo_python):
+    """The file is what its command makes of the environment it runs in, versions included."""
+    done = run_script("ci/engine-flags.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == Path(engine_flags.__file__).read_text(encoding="utf-8")
 
 
 def check(python, recipe):
@@ -83,12 +55,10 @@ def test_a_value_the_worker_does_not_take(dynamo_python, load):
 
 def test_the_check_of_a_gpus_command_lines_on_a_machine_without_one(dynamo_python, tmp_path):
     """ci/parse-argv.py asks about the runtime's own command lines: what the recipe changes in them comes through."""
-    tree = Path(__file__).parents[2]
     recipe = tmp_path / "recipe.yaml"
     changed = "policy: {generation: {vllm_kwargs: {max_num_batched_tokens: many}}}"
-    recipe.write_text(f"defaults: {tree}/functional/recipes/grpo_gpu.yaml\n{changed}\n")
-    words = [sys.executable, tree / "ci/parse-argv.py", recipe]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    recipe.write_text(f"defaults: {TREE}/functional/recipes/grpo_gpu.yaml\n{changed}\n")
+    done = run_script("ci/parse-argv.py", recipe)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
         "error: refused by the parser of dynamo.vllm: argument --max-num-batched-tokens"

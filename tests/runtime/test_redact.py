@@ -6,8 +6,9 @@ import pytest
 
 from functional.runtime.errors import ConfigError
 from functional.runtime.recipe.engine_flags import ENGINE_FLAGS, FRONTEND_FLAGS, WORKER_FLAGS
-from functional.runtime.recipe.model import RecipeError
+from functional.runtime.recipe.load import RecipeError
 from functional.runtime.recipe.redact import is_secret_name, redacted, scrub
+from functional.runtime.recipe.rules import find_warnings
 
 SECRET = "hunter2hunter2"
 
@@ -99,7 +100,7 @@ def test_errors_hold_no_secret(load, override):
 
 
 def test_warnings_hold_no_secret(load):
-    warnings = load(f"G.vllm_cfg.hub_token={SECRET}").warnings()
+    warnings = find_warnings(load(f"G.vllm_cfg.hub_token={SECRET}"))
     assert len(warnings) == 1
     assert SECRET not in warnings[0]
 

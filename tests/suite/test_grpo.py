@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 
+from functional.runtime.recipe.model import LossConfig
 from functional.suite.grpo import (
-    LossConfig,
     advantages,
     batch_mean,
     clipped_loss,
@@ -274,16 +274,3 @@ def test_token_mult_prob_error_and_mean_difference():
     train, generation = row(-1.0, -1.0, 5.0), row(-1.0 - math.log(2), -1.0 + math.log(4), -9.0)
     assert token_mult_prob_error(train, generation, mask).item() == pytest.approx(3.0)
     assert mean_abs_difference(train, generation, mask).item() == pytest.approx(math.log(8) / 2)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"ratio_clip_min": -0.1},
-        {"truncated_importance_sampling_ratio": 0},
-        {"use_importance_sampling_correction": False},
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(bad):
-    with pytest.raises(ValueError, match="loss_fn"):
-        LossConfig(**bad)

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from functional.suite.grpo import LossConfig, mean_abs_difference
+from functional.runtime.recipe.model import LossConfig
+from functional.suite.grpo import mean_abs_difference
 from functional.suite.models import ARITHMETIC_DIR
 from functional.suite.policy import Policy, Sample, collate
 

@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from functional.runtime.fleet.programs import functional_home
 from functional.suite import driver
 from functional.suite.models import find_tokenizer
+from tests.recipes import RECIPES
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_prompts_of_a_model_that_has_to_come_from_the_hub_first(tmp_path, monkey
     monkeypatch.setattr(driver, "local_ray", lambda *_: pytest.fail("Ray was started"))
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    recipe = functional_home() / "recipes/grpo_cpu.yaml"
+    recipe = RECIPES / "grpo_cpu.yaml"
     assert driver.run(recipe, tmp_path / "out", run_dir, [f"data.dataset_name={data}"]) == 2
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert f"{data}:128: the prompt has 128 tokens" in report["error"]

@@ -1,12 +1,8 @@
 """The managed fleet of one run: etcd, NATS JetStream, the frontend, and `dynamo.vllm` workers owned by Ray actors."""
 
 import contextlib
-import os
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,60 +11,19 @@ from functional.runtime.errors import ProcessDiedError, RunError
 from functional.runtime.fleet.control import FrontendControl, WorkerControl
 from functional.runtime.fleet.ports import PortRange, is_listening
 from functional.runtime.fleet.process import ManagedProcess
-from functional.runtime.fleet.programs import Programs
-from functional.runtime.recipe.argv import (
-    SERVED_MODEL,
-    SHARED_GPU,
-    WorkerPlace,
-    frontend_arguments,
+from functional.runtime.fleet.settings import FleetSettings
+from functional.runtime.fleet.worker import Worker, WorkerAddress, WorkerOwner
+from functional.runtime.recipe.argv import SERVED_MODEL, frontend_arguments
+from functional.runtime.recipe.environment import (
+    control_plane_variables,
+    default_threads,
     frontend_variables,
-    worker_arguments,
+    inherited_environment,
+    left_out,
+    program_environment,
 )
-from functional.runtime.recipe.environment import inherited_environment, left_out, program_environment
-from functional.runtime.recipe.model import GenerationConfig
-from functional.runtime.recipe.seeds import engine_seed
 
-LOOPBACK_INTERFACE = "lo"
 POLL_INTERVAL_S = 0.25  # each poll of an unready worker is a line in its log
-
-
-@dataclass(frozen=True)
-class FleetSettings:
-    """What every process of the fleet is told. Folders are absolute; `address` is the one every server binds.
-
-    seed: the recipe's, of which each engine's is made.
-    """
-
-    namespace: str
-    generation: GenerationConfig
-    model_dir: Path
-    run_dir: Path
-    log_dir: Path
-    device: str
-    programs: Programs
-    seed: int
-    address: str = "127.0.0.1"
-    share_gpu: bool = False
-
-
-@dataclass(frozen=True)
-class WorkerAddress:
-    """Where one worker serves: control URL, and «host:port» of its request plane. seed: its engine's."""
-
-    index: int
-    control_url: str
-    request_plane: str
-    ports: tuple[int, ...]
-    seed: int
-
-
-@dataclass(frozen=True)
-class Worker:
-    """A registered worker: `instance_id` is the one Dynamo's answers name in `nvext.worker_id`."""
-
-    index: int
-    instance_id: int
-    control: WorkerControl
 
 
 class Fleet:
@@ -106,9 +61,7 @@ class Fleet:
         inherited = inherited_environment()
         control_plane = self._start_control_plane(inherited, deadline)
         self.phases["control plane"] = time.monotonic() - began
-        if self.settings.device == "cpu":  # engines that together have more threads than cores wait for each other
-            threads = max(1, (os.cpu_count() or 1) // len(self._placements))
-            inherited.setdefault("OMP_NUM_THREADS", str(threads))
+        inherited = default_threads(self.settings.recipe.cluster.device, len(self._placements)) | inherited
         owner_class: Any = WorkerOwner
         for index, placement in enumerate(self._placements):
             options = {"placement_group": placement, "num_gpus": placement.bundle_specs[0]["GPU"]}
@@ -153,29 +106,19 @@ class Fleet:
     def _start_control_plane(self, inherited: dict[str, str], deadline: float) -> dict[str, str]:
         """Start etcd, NATS and the frontend. Returns the variables by which Dynamo's programs find them."""
         settings, take, host = self.settings, self.ports.take, self.settings.address
-        control_plane = self._start_stores(inherited, deadline) | {
-            "DYN_NAMESPACE": settings.namespace,
-            "DYN_DISCOVERY_BACKEND": "etcd",
-            "DYN_REQUEST_PLANE": "tcp",
-            "DYN_EVENT_PLANE": "nats",
-            "DYN_HEALTH_CHECK_ENABLED": "false",
-            "DYN_ENABLE_EXPERIMENTAL_PARSERS_V2": "1",  # without it the tool parser drops nvext.engine_data
-            "DYN_SYSTEM_HOST": host,
-            "DYN_TCP_RPC_HOST": host,
-            "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK_INTERFACE,  # an interface's name, not an address
-        }
+        etcd_url, nats_url = self._start_stores(inherited, deadline)
+        control_plane = control_plane_variables(settings.namespace, host, etcd_url, nats_url)
         arguments, http = settings.generation.dynamo_cfg.frontend_args, take()
         command = [str(settings.programs.dynamo_python), "-m", "dynamo.frontend"]
         command += frontend_arguments(arguments, host, http, settings.namespace)
-        # The frontend gets no DYN_TCP_RPC_PORT: with one it fails to add a discovered model.
-        own = {"DYN_TCP_RESPONSE_STREAM_PORT": str(take()), "DYN_SYSTEM_PORT": str(take())}
-        environment = program_environment(host, inherited, control_plane, frontend_variables(arguments), own)
+        own = frontend_variables(arguments, stream_port=take(), system_port=take())
+        environment = program_environment(host, inherited, control_plane, own)
         self._spawn("frontend", command, environment)
         self._frontend = FrontendControl(f"http://{host}:{http}")
         return control_plane
 
-    def _start_stores(self, inherited: dict[str, str], deadline: float) -> dict[str, str]:
-        """Start etcd and NATS, and wait until they listen. Returns where they are, as Dynamo wants to be told."""
+    def _start_stores(self, inherited: dict[str, str], deadline: float) -> tuple[str, str]:
+        """Start etcd and NATS, and wait until they listen. Returns the URL of each."""
         settings, take, host = self.settings, self.ports.take, self.settings.address
         client, peer, nats = take(), take(), take()
         etcd_url = f"http://{host}:{client}"
@@ -208,7 +151,7 @@ class Fleet:
             base,
         )
         self._wait_for_ports("etcd and NATS", [client, nats], deadline)
-        return {"ETCD_ENDPOINTS": etcd_url, "NATS_SERVER": f"nats://{host}:{nats}"}
+        return etcd_url, f"nats://{host}:{nats}"
 
     def _spawn(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         log = self.settings.log_dir / f"{name}.log"
@@ -308,87 +251,3 @@ class Fleet:
         if self._frontend is not None:
             self._frontend.close()
             self._frontend = None
-
-
-@ray.remote(num_cpus=0, num_gpus=1, max_restarts=0)
-class WorkerOwner:
-    """Owns one `dynamo.vllm` worker on the node and device Ray reserved."""
-
-    def __init__(
-        self, settings: FleetSettings, inherited: dict[str, str], control_plane: dict[str, str], index: int
-    ) -> None:
-        self.settings = settings
-        self.inherited = inherited
-        self.control_plane = control_plane
-        self.index = index
-        self._launched = 0
-        self._process: ManagedProcess | None = None
-        self._ports = PortRange(settings.address)
-
-    def restart(self) -> WorkerAddress:
-        """End whatever is left of the worker at once, and launch a new one, on ports that no worker here had before."""
-        if self._process is not None:
-            self._process.kill()
-        return self.start()
-
-    def start(self) -> WorkerAddress:
-        """Launch the worker and return where it will serve."""
-        settings, ports = self.settings, self._ports
-        ports.given = []
-        rpc, stream, system, engine = ports.take(), ports.take(), ports.take(), ports.take(4)
-        managed = {
-            "DYN_TCP_RPC_PORT": str(rpc),
-            "DYN_TCP_RESPONSE_STREAM_PORT": str(stream),
-            "DYN_SYSTEM_PORT": str(system),
-            "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": str(settings.generation.dynamo_cfg.control_timeout_s + 15),
-            "VLLM_PORT": str(engine),
-            "VLLM_HOST_IP": settings.address,
-            "VLLM_RPC_BASE_PATH": str(settings.run_dir),  # a killed worker leaves its sockets there
-            "VLLM_RENDEZVOUS_DIR": str(settings.run_dir),
-            "VLLM_NO_USAGE_STATS": "1",
-            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",  # by the time it is told to stop, nothing is under way
-            "HF_HUB_OFFLINE": "1",
-            **self._device_environment(),
-        }
-        if settings.generation.vllm_cfg.enforce_eager:
-            managed["TORCH_COMPILE_DISABLE"] = "1"  # start-up time for kernels that an eager engine never runs
-        seed = engine_seed(settings.seed, self.index, self._launched)
-        self._launched += 1
-        place = WorkerPlace(settings.model_dir, settings.namespace, settings.run_dir / f"kv{self.index}", seed)
-        command = [str(settings.programs.dynamo_python), "-m", "dynamo.vllm"]
-        command += worker_arguments(settings.generation, settings.device, place)
-        log = settings.log_dir / f"worker-{self.index}.log"
-        recipe = settings.generation.vllm_cfg.env_vars
-        environment = program_environment(settings.address, self.inherited, recipe, self.control_plane, managed)
-        self._process = ManagedProcess(f"worker {self.index}", command, log, environment)
-        return WorkerAddress(
-            self.index, f"http://{settings.address}:{system}", f"{settings.address}:{rpc}", tuple(ports.given), seed
-        )
-
-    def _device_environment(self) -> dict[str, str]:
-        if self.settings.device == "cpu":
-            return {"CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        if self.settings.share_gpu:
-            return SHARED_GPU
-        return {"CUDA_VISIBLE_DEVICES": ",".join(str(i) for i in ray.get_gpu_ids())}
-
-    def problem(self) -> str | None:
-        """None while the worker runs, else what became of it."""
-        try:
-            if self._process is not None:
-                self._process.check()
-        except ProcessDiedError as died:
-            return str(died)
-        return None
-
-    def pids(self) -> list[int]:
-        return self._process.pids() if self._process else []
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.stop()
-
-
-def new_namespace() -> str:
-    """A Dynamo namespace no other run has."""
-    return f"rl{uuid.uuid4().hex[:10]}"

@@ -1,4 +1,4 @@
-"""Where the programs of an image live; every path has an environment override, so plain environments work too."""
+"""Where the fleet's programs are, and the release files of an image; variables can say so for other environments."""
 
 import os
 from dataclasses import dataclass
@@ -44,9 +44,3 @@ def find_programs() -> Programs:
 def release_dir() -> Path:
     """Folder with build.json and image.json, where the environment is an image of ours."""
     return Path(os.environ.get("RELEASE_DIR", "/opt/release"))
-
-
-def functional_home() -> Path:
-    """Project folder that holds the recipes."""
-    default = "/opt/functional" if Path("/opt/functional/recipes").is_dir() else str(Path(__file__).parents[1])
-    return Path(os.environ.get("FUNCTIONAL_HOME", default))

@@ -3,18 +3,12 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from functional.runtime.recipe.options import GENERATION, WORKER_ARGS, classify
-
-if TYPE_CHECKING:
-    from functional.runtime.recipe.model import FrontendArgs, GenerationConfig, WorkerArgs
+from functional.runtime.recipe.model import FrontendArgs, Recipe, WorkerArgs
+from functional.runtime.recipe.options import GENERATION, WORKER_ARGS
 
 SERVED_MODEL = "policy"
 WORKER_EXTENSION = "functional.engine.extension.WorkerExtension"
-TRANSFER_BACKEND = {"cpu": "gloo", "cuda": "nccl_deadline"}
-SHARED_GPU = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
-"""Environment of trainer and worker when both are NCCL ranks on one GPU (needs NCCL 2.30.7)."""
 
 MANAGED = "managed: set by the runtime"
 ONE_LISTENER = "managed: the frontend has one listener, plain HTTP on the job's interface"
@@ -43,15 +37,16 @@ class WorkerPlace:
     seed: int
 
 
-def worker_arguments(generation: "GenerationConfig", device: str, place: WorkerPlace) -> list[str]:
-    """`dynamo.vllm`'s command line behind the module's name. device: cpu or cuda."""
-    arguments = generation.dynamo_cfg.worker_args
-    managed = [word for flag, value in _managed_flags(device, place).items() for word in (flag, value)]
-    options = [word for option in classify(generation, device) for word in option.flags]
+def worker_arguments(recipe: Recipe, place: WorkerPlace) -> list[str]:
+    """`dynamo.vllm`'s command line behind the module's name."""
+    arguments = recipe.policy.generation.dynamo_cfg.worker_args
+    flags = _managed_flags(recipe.transport.backend, place)
+    managed = [word for flag, value in flags.items() for word in (flag, value)]
+    options = [word for option in recipe.options for word in option.flags]
     return ["--enable-rl", *managed, *options, *_own_flags(arguments), *arguments.extra_cli_args]
 
 
-def _managed_flags(device: str, place: WorkerPlace) -> dict[str, str]:
+def _managed_flags(transfer_backend: str, place: WorkerPlace) -> dict[str, str]:
     # An ipc endpoint is one that vLLM's publisher binds; tcp on a given host it would connect, and nobody would bind.
     kv_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{place.events}"}
     return {
@@ -61,7 +56,7 @@ def _managed_flags(device: str, place: WorkerPlace) -> dict[str, str]:
         "--discovery-backend": "etcd",
         "--request-plane": "tcp",
         "--event-plane": "nats",
-        "--weight-transfer-config": json.dumps({"backend": TRANSFER_BACKEND[device]}),
+        "--weight-transfer-config": json.dumps({"backend": transfer_backend}),
         "--worker-extension-cls": WORKER_EXTENSION,
         "--kv-events-config": json.dumps(kv_events),
         "--seed": str(place.seed),
@@ -69,7 +64,7 @@ def _managed_flags(device: str, place: WorkerPlace) -> dict[str, str]:
     }
 
 
-def _own_flags(arguments: "WorkerArgs") -> list[str]:
+def _own_flags(arguments: WorkerArgs) -> list[str]:
     flags = ["--endpoint-types", ",".join(arguments.endpoint_types)]
     for flag, value in (
         ("--dyn-tool-call-parser", arguments.tool_call_parser),
@@ -86,31 +81,24 @@ def _own_flags(arguments: "WorkerArgs") -> list[str]:
     return flags
 
 
-def worker_flag_owners(generation: "GenerationConfig", device: str) -> dict[str, str]:
+def worker_flag_owners(recipe: Recipe) -> dict[str, str]:
     """Worker flags, underscores for dashes, that the recipe's other keys have set, and by which key."""
     owners: dict[str, str] = {}
-    for option in classify(generation, device):
+    for option in recipe.options:
         for word in option.flags:
             if word.startswith("--"):
                 name = word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
                 owners.setdefault(name, option.path)
-    for word in _own_flags(generation.dynamo_cfg.worker_args):
+    for word in _own_flags(recipe.policy.generation.dynamo_cfg.worker_args):
         if word.startswith("--"):
             owners.setdefault(word[2:].removeprefix("no-").replace("-", "_"), WORKER_ARGS)
     return owners
 
 
-def frontend_arguments(arguments: "FrontendArgs", host: str, port: int, namespace: str) -> list[str]:
+def frontend_arguments(arguments: FrontendArgs, host: str, port: int, namespace: str) -> list[str]:
     """`dynamo.frontend`'s command line behind the module's name."""
     command = ["--http-host", host, "--http-port", str(port), "--namespace-prefix", namespace]
     command += ["--discovery-backend", "etcd", "--request-plane", "tcp", "--event-plane", "nats"]
     command += ["--router-mode", arguments.router_mode, "--tokenizer", arguments.tokenizer]
     command.append("--router-reset-states" if arguments.router_reset_states else "--no-router-reset-states")
     return command + arguments.extra_cli_args
-
-
-def frontend_variables(arguments: "FrontendArgs") -> dict[str, str]:
-    """Variables of the frontend that its options become."""
-    if not arguments.tokenizer_cache:
-        return {}
-    return {"DYN_TOKENIZER_CACHE": "1", "DYN_TOKENIZER_CACHE_BYTES": str(arguments.tokenizer_cache_bytes)}

@@ -1,16 +1,11 @@
-"""Flags of the pinned Dynamo 1.3.0.post1 and vLLM 0.23.0, by kind; a test compares them with the installed parsers."""
+"""Flags of vLLM and of Dynamo, by kind: made from their own parsers by `ci/engine-flags.py`, not by hand."""
 
-from typing import Literal
+from functional.runtime.recipe.flags import Kind, by_name
 
-Kind = Literal["bool", "switch", "value", "list"]
-"""bool: `--x` and `--no-x`; switch: `--x` alone; value: one word follows; list: any number of words follows."""
+VERSIONS = {"ai-dynamo": "1.3.0.post1", "vllm": "0.23.0"}
+"""Versions of the packages whose parsers these are."""
 
-
-def _flags(**names: str) -> dict[str, Kind]:
-    return {name: kind for kind, words in names.items() for name in words.split()}  # type: ignore[misc]
-
-
-ENGINE_FLAGS: dict[str, Kind] = _flags(
+ENGINE_FLAGS: dict[str, Kind] = by_name(
     bool="""
         allow_deprecated_quantization async_scheduling calculate_kv_scales cudagraph_metrics
         data_parallel_external_lb data_parallel_hybrid_lb disable_cascade_attn disable_chunked_mm_input
@@ -66,7 +61,7 @@ ENGINE_FLAGS: dict[str, Kind] = _flags(
 )
 """Flags of vLLM's own parser."""
 
-WORKER_FLAGS: dict[str, Kind] = _flags(
+WORKER_FLAGS: dict[str, Kind] = by_name(
     bool="""
         durable_kv_events dyn_enable_structural_tag embedding_worker enable_multimodal enable_rl
         exclude_tools_when_tool_choice_none frontend_decoding gms_shadow_mode headless is_decode_worker
@@ -91,7 +86,7 @@ WORKER_FLAGS: dict[str, Kind] = _flags(
 )
 """Flags `dynamo.vllm` adds to the engine's."""
 
-FRONTEND_FLAGS: dict[str, Kind] = _flags(
+FRONTEND_FLAGS: dict[str, Kind] = by_name(
     bool="""
         assume_kv_reuse durable_kv_events dyn_debug_perf enable_anthropic_api
         enable_streaming_reasoning_dispatch enable_streaming_tool_dispatch enforce_disagg

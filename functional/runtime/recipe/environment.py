@@ -1,35 +1,85 @@
-"""The environment of the fleet's programs.
+"""The environment of the fleet's programs: every variable that the runtime sets or leaves out is listed here, once.
 
 One order, of which a later part wins: inherited from the caller, then the recipe's `env_vars` (workers only), then the
 control plane's addresses, then what the runtime manages. Of what is inherited, other people's settings of the programs
 that the runtime manages are left out. docs/configuration.md says why each is.
+
+It is a module of the recipe, and not of the fleet, because `rules` judges a recipe's `env_vars` by these names, and
+`parser_check` gives the engine's parsers the environment that a worker will have.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from functional.runtime.recipe.model import FrontendArgs, Recipe
 
 MANAGED_PREFIXES = ("DYN_", "DYNAMO_", "ETCD_", "NATS_", "RAY_", "PYTHON")
 """Settings of managed programs, and a cluster's service variables of the same names: not inherited, not a recipe's."""
 
-MANAGED_VARIABLES = frozenset(
+
+@dataclass(frozen=True)
+class WorkerSite:
+    """What one worker's variables are made of. address: the one its servers bind; run_dir: folder of its sockets.
+
+    engine_port: the first of four; devices: GPUs that are its own, none on CPU.
+    """
+
+    recipe: Recipe
+    address: str
+    run_dir: Path
+    rpc_port: int
+    stream_port: int
+    system_port: int
+    engine_port: int
+    devices: tuple[str, ...]
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.recipe.cluster.device == "cpu"
+
+
+WORKER_VARIABLES: dict[str, Callable[[WorkerSite], str | None]] = {
+    "DYN_TCP_RPC_PORT": lambda site: str(site.rpc_port),
+    "DYN_TCP_RESPONSE_STREAM_PORT": lambda site: str(site.stream_port),
+    "DYN_SYSTEM_PORT": lambda site: str(site.system_port),
+    "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": lambda site: str(_control_timeout_s(site) + 15),
+    # By the time a worker is told to stop, nothing is under way.
+    "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": lambda _: "0",
+    "VLLM_PORT": lambda site: str(site.engine_port),
+    "VLLM_HOST_IP": lambda site: site.address,
+    "VLLM_RPC_BASE_PATH": lambda site: str(site.run_dir),  # a killed worker leaves its sockets there
+    "VLLM_RENDEZVOUS_DIR": lambda site: str(site.run_dir),
+    "VLLM_NO_USAGE_STATS": lambda _: "1",
+    "VLLM_CPU_KVCACHE_SPACE": lambda site: "1" if site.is_on_cpu else None,
+    "VLLM_CPU_OMP_THREADS_BIND": lambda site: "nobind" if site.is_on_cpu else None,
+    "HF_HUB_OFFLINE": lambda _: "1",
+    # Start-up time for kernels that an eager engine never runs.
+    "TORCH_COMPILE_DISABLE": lambda site: "1" if site.recipe.policy.generation.vllm_cfg.enforce_eager else None,
+    "CUDA_VISIBLE_DEVICES": lambda site: ",".join(site.devices),
+}
+"""What the runtime gives each worker; None where it sets nothing."""
+
+SHARED_GPU = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
+"""Variables of trainer and worker when both are NCCL ranks on one GPU (needs NCCL 2.30.7)."""
+
+NEVER_SET = frozenset(
     {
-        "VLLM_PORT",
-        "VLLM_HOST_IP",
-        "VLLM_NO_USAGE_STATS",
-        "VLLM_RENDEZVOUS_DIR",
-        "VLLM_RPC_BASE_PATH",
         "VLLM_PLUGINS",  # a list without ours would leave the transfer backends out
-        "VLLM_CPU_KVCACHE_SPACE",
-        "VLLM_CPU_OMP_THREADS_BIND",
-        "HF_HUB_OFFLINE",
-        "TORCH_COMPILE_DISABLE",
-        "CUDA_VISIBLE_DEVICES",
-        "NCCL_MULTI_RANK_GPU_ENABLE",
         "PROMETHEUS_MULTIPROC_DIR",  # one folder for several engines would add up their metrics
         "MODEL_EXPRESS_URL",  # Dynamo would load the model from there
     }
 )
-"""Variables that are neither inherited nor a recipe's to set, beside those with a managed prefix."""
+"""Variables that no program of the fleet may have."""
+
+MANAGED_VARIABLES = (WORKER_VARIABLES.keys() | SHARED_GPU.keys() | NEVER_SET) - {"NCCL_CUMEM_ENABLE"}
+"""Variables that are neither inherited nor a recipe's to set, beside those with a managed prefix.
+
+NCCL_CUMEM_ENABLE is the site's or the recipe's wherever no GPU is shared.
+"""
+
+LOOPBACK_INTERFACE = "lo"
 
 KEPT_OF_VLLM = frozenset(
     {
@@ -58,7 +108,7 @@ def is_inherited(name: str) -> bool:
 def left_out() -> list[str]:
     """Variables of this process that an engine, etcd or NATS would have heeded, and that the fleet does not get."""
     trainers = ("RAY_", "PYTHON", "DYNAMO_")
-    heeded = {"CUDA_VISIBLE_DEVICES", "ETCD_BIN", "NATS_SERVER_BIN"}  # by Ray, and by `paths`
+    heeded = {"CUDA_VISIBLE_DEVICES", "ETCD_BIN", "NATS_SERVER_BIN"}  # by Ray, and by `fleet.programs`
     return sorted(
         name for name in os.environ if not is_inherited(name) and not name.startswith(trainers) and name not in heeded
     )
@@ -70,6 +120,62 @@ def inherited_environment() -> dict[str, str]:
     if path := os.environ.get("DYNAMO_PYTHONPATH"):
         kept["PYTHONPATH"] = path
     return kept
+
+
+def worker_variables(site: WorkerSite) -> dict[str, str]:
+    """What the runtime manages of one worker's environment."""
+    made = {name: value for name, make in WORKER_VARIABLES.items() if (value := make(site)) is not None}
+    return made | SHARED_GPU if site.recipe.cluster.share_gpu and not site.is_on_cpu else made
+
+
+def _control_timeout_s(site: WorkerSite) -> float:
+    return site.recipe.policy.generation.dynamo_cfg.control_timeout_s
+
+
+def control_plane_variables(namespace: str, address: str, etcd_url: str, nats_url: str) -> dict[str, str]:
+    """By which workers and frontend find etcd, NATS and each other. address: the one every server binds."""
+    return {
+        "ETCD_ENDPOINTS": etcd_url,
+        "NATS_SERVER": nats_url,
+        "DYN_NAMESPACE": namespace,
+        "DYN_DISCOVERY_BACKEND": "etcd",
+        "DYN_REQUEST_PLANE": "tcp",
+        "DYN_EVENT_PLANE": "nats",
+        "DYN_HEALTH_CHECK_ENABLED": "false",
+        "DYN_ENABLE_EXPERIMENTAL_PARSERS_V2": "1",  # without it the tool parser drops nvext.engine_data
+        "DYN_SYSTEM_HOST": address,
+        "DYN_TCP_RPC_HOST": address,
+        "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK_INTERFACE,  # an interface's name, not an address
+    }
+
+
+def frontend_variables(arguments: FrontendArgs, stream_port: int, system_port: int) -> dict[str, str]:
+    """The frontend's ports, and what its options become.
+
+    It gets no DYN_TCP_RPC_PORT: with one it fails to add a discovered model.
+    """
+    ports = {"DYN_TCP_RESPONSE_STREAM_PORT": str(stream_port), "DYN_SYSTEM_PORT": str(system_port)}
+    if not arguments.tokenizer_cache:
+        return ports
+    return ports | {
+        "DYN_TOKENIZER_CACHE": "1",
+        "DYN_TOKENIZER_CACHE_BYTES": str(arguments.tokenizer_cache_bytes),
+    }
+
+
+def default_threads(device: str, workers: int) -> dict[str, str]:
+    """Threads of an engine on CPU, where neither caller nor recipe says: the cores divided among the workers.
+
+    Engines that together have more threads than cores wait for each other.
+    """
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers))} if device == "cpu" else {}
+
+
+def parser_environment(device: str, env_vars: Mapping[str, str]) -> dict[str, str]:
+    """What a worker gets from caller and recipe, for programs that only read its arguments; no devices on CPU."""
+    quiet = {"DYN_LOG": "error", "VLLM_LOGGING_LEVEL": "ERROR"}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return program_environment("127.0.0.1", quiet, inherited_environment(), env_vars, hidden)
 
 
 def program_environment(address: str, *parts: Mapping[str, str]) -> dict[str, str]:

@@ -2,9 +2,16 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from functional.runtime.recipe.engine_flags import Kind
+Kind = Literal["bool", "switch", "value", "list"]
+"""bool: `--x` and `--no-x`; switch: `--x` alone; value: one word follows; list: any number of words follows."""
+
+
+def by_name(bool: str = "", switch: str = "", value: str = "", list: str = "") -> dict[str, Kind]:
+    """Flags with their kinds, from the names of each kind with spaces between."""
+    named: dict[Kind, str] = {"bool": bool, "switch": switch, "value": value, "list": list}
+    return {name: kind for kind, names in named.items() for name in names.split()}
 
 
 def as_flags(name: str, value: Any, kind: Kind) -> tuple[str, ...]:

@@ -1,49 +1,22 @@
-"""A recipe: YAML with the guide's keys, `defaults:` parents and `key=value` overrides, validated into models.
+"""What single keys of a recipe may hold: one model a section, the names those of the guide.
 
-What single keys may hold is said here; what keys may hold together is in `rules`, what becomes of engine options in
-`options`.
+What keys may hold together is in `rules`; how a file becomes a recipe is in `load`.
 """
 
-import copy
-import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ConfigDict, Field
 
-from functional.runtime.errors import ConfigError
-from functional.runtime.recipe.options import classify, nearest_key
+from functional.engine.transports import TRANSPORTS, Transport
+from functional.runtime.recipe.options import Option, classify
 from functional.runtime.recipe.redact import redacted, scrub
-from functional.runtime.recipe.rules import (
-    RULES,
-    Problem,
-    Rule,
-    UnreadKeyError,
-    find_cautions,
-    find_problems,
-    find_unsendable,
-)
 
 RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted"]
 
 
-GENERATION_HINTS = {
-    "backend": "the managed runtime is dynamo",
-    "dynamo_cfg.engine": "the managed engine is vllm",
-    "dynamo_cfg.metrics_include_prefixes": "set metrics_worker_prefixes and metrics_frontend_prefixes instead",
-    "dynamo_cfg.metrics_exclude_prefixes": "set metrics_worker_prefixes and metrics_frontend_prefixes instead",
-    "vllm_cfg.precision": "generation runs in bfloat16 only",
-    "vllm_cfg.kv_cache_dtype": "the cache has the model's precision, set auto",
-    "temperature": "must be from 0.01 to 2: Dynamo's API takes none above, and vLLM raises lower ones to 0.01 unseen",
-    "top_p": "must be 1.0: the trainer scores the whole distribution",
-    "top_k": "must be null: the trainer scores the whole distribution",
-}
-HINTS = {f"policy.generation.{key}": hint for key, hint in GENERATION_HINTS.items()}
-"""Said instead of pydantic's words, by key path."""
+class UnreadKeyError(Exception):
+    """Something asked for a key that has no value, because the one it was given is at fault and is reported already."""
 
 
 class Section(BaseModel):
@@ -54,7 +27,7 @@ class Section(BaseModel):
     if not TYPE_CHECKING:  # to mypy every attribute would be there
 
         def __getattr__(self, name: str) -> Any:
-            """Called for a key that has no value, because the one it was given is at fault (see `_read`)."""
+            """Called for a key that has no value, because the one it was given is at fault (see `load`)."""
             if name in type(self).model_fields:
                 raise UnreadKeyError(name)
             return super().__getattr__(name)
@@ -65,7 +38,7 @@ class OpenSection(Section):
 
     model_config = ConfigDict(extra="allow", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
-    def options(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, Any]:
         """Every key, declared or not, with its value."""
         declared = {name: getattr(self, name) for name in type(self).model_fields if name in self.__dict__}
         return declared | (self.model_extra or {})
@@ -199,7 +172,12 @@ class GrpoConfig(Section):
 
 
 class LossConfig(OpenSection):
-    """`loss_fn`, the names NeMo RL's recipes use. `rules` says which combinations the suite's trainer can do."""
+    """`loss_fn`, the names NeMo RL's recipes use. `rules` says which combinations the suite's trainer can do.
+
+    The ratio is clipped to [1 - ratio_clip_min, 1 + ratio_clip_max]. truncated_importance_sampling_ratio: cap of the
+    weight exp(old - generation); null leaves it uncapped. token_level_loss: mean over all tokens of the batch;
+    otherwise mean over samples of each sample's mean.
+    """
 
     ratio_clip_min: float = Field(0.2, ge=0)
     ratio_clip_max: float = Field(0.2, ge=0)
@@ -285,198 +263,28 @@ class Recipe(Section):
         resources = self.policy.generation.colocated.resources
         return resources.gpus_per_node * resources.num_nodes // self.devices_per_engine
 
+    @property
+    def transport(self) -> Transport:
+        """How weights get from trainer to engines."""
+        return TRANSPORTS[self.cluster.device]
+
+    @cached_property
+    def options(self) -> tuple[Option, ...]:
+        """What becomes of each key of `vllm_cfg` and `vllm_kwargs`, defaults included.
+
+        Where `cluster.device` is at fault, every option counts, as on cuda. Raises UnreadKeyError where a section is.
+        """
+        cfg, kwargs = self.policy.generation.vllm_cfg, self.policy.generation.vllm_kwargs
+        try:
+            device: str = self.cluster.device
+        except UnreadKeyError:
+            device = "cuda"
+        return classify(cfg.entries(), kwargs.entries(), type(cfg).model_fields, device)
+
     def shown(self) -> dict[str, Any]:
         """The recipe as plain data for printing and storing: secrets replaced."""
         return redacted(self.model_dump(mode="json"))
 
-    def warnings(self) -> list[str]:
-        """What is ignored although it was asked for, would not run, or needs care; one line each."""
-        options = classify(self.policy.generation, self.cluster.device)
-        ignored = [Problem(option.path, option.value, option.warning) for option in options if option.warning]
-        return [str(problem) for problem in ignored + find_unsendable(self) + find_cautions(self)]
-
     def scrub(self, text: str) -> str:
         """`text` without this recipe's secrets."""
         return scrub(text, self.model_dump(mode="json"))
-
-
-class RecipeError(ConfigError):
-    """A recipe breaks rules; `problems` has them all."""
-
-    def __init__(self, source: Path, problems: list[Problem]) -> None:
-        super().__init__(f"{source}: " + "; ".join(map(str, problems)))
-        self.problems = problems
-
-
-def load_recipe(path: Path, overrides: list[str] | None = None, rules: Sequence[Rule] = RULES) -> Recipe:
-    """Read `path`, its parents (`defaults:`, relative to it) and dot-list `overrides`.
-
-    Raises ConfigError, one line, naming file, key path and value; RecipeError, with every problem of keys and rules,
-    when keys are the cause.
-    """
-    merged = _read_with_parents(path, ())
-    try:
-        for override in overrides or ():
-            merged = _merge(f"override {override.partition('=')[0]}", merged, _read_override(override))
-        plain, unresolved = _resolve(merged)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_one_line(error)}") from error
-    recipe, problems = _read(plain, unresolved)
-    problems += find_problems(recipe, rules)
-    if problems:
-        raise RecipeError(path, problems)
-    return recipe
-
-
-def _read_override(override: str) -> Any:
-    key, equals, _ = override.partition("=")
-    if not equals:
-        raise ConfigError(f"override {override!r}: expected key=value, for example grpo.max_num_steps=3")
-    try:
-        return OmegaConf.from_dotlist([override])
-    except Exception as error:  # the value stays out of the message: it may be a secret
-        raise ConfigError(f"override {key}=…: its value is no YAML: {_one_line(error)}") from error
-
-
-def _resolve(merged: Any) -> tuple[dict[str, Any], list[Problem]]:
-    """The recipe as plain data, and the keys whose `${…}` leads nowhere; these are null in it."""
-    unresolved: list[Problem] = []
-    while True:
-        try:
-            return OmegaConf.to_container(merged, resolve=True), unresolved
-        except InterpolationResolutionError as error:
-            key = error.full_key
-            if not key or key in [problem.key for problem in unresolved]:
-                raise
-            unresolved.append(Problem(key, None, _one_line(error).split(" full_key:")[0], has_value=False))
-            OmegaConf.update(merged, key, None)
-
-
-def _read(plain: dict[str, Any], unresolved: list[Problem]) -> tuple[Recipe, list[Problem]]:
-    """The recipe as far as it can be read, and what is wrong with its single keys.
-
-    A key at fault is left out of the recipe, not replaced by its default: a rule that asks for it has nothing to judge,
-    while all other rules are judged.
-    """
-    rest = copy.deepcopy(plain)
-    problems: dict[tuple[int | str, ...], Problem] = {}
-    unread: set[tuple[str, ...]] = set()
-    for problem in unresolved:
-        where = tuple(re.split(r"[.\[]", problem.key))
-        problems[where] = problem
-        if key := _leave_out(rest, where):
-            unread.add(key)
-    while True:
-        try:
-            recipe = Recipe.model_validate(rest)
-        except ValidationError as error:
-            for detail in error.errors():
-                problems.setdefault(detail["loc"], _problem(detail))
-                if key := _leave_out(rest, detail["loc"]):
-                    unread.add(key)
-        else:
-            break
-    for key in sorted(unread, key=len):  # a section before what was in it: then nothing of a default is touched
-        _forget(recipe, key)
-    return recipe, list(problems.values())
-
-
-def _forget(section: Section, key: Sequence[str]) -> None:
-    """Take the value of a key out of a recipe that was just read."""
-    name, *within = key
-    if not within:
-        section.__dict__.pop(name, None)
-    elif name in section.__dict__:
-        _forget(section.__dict__[name], within)
-
-
-def _leave_out(rest: Any, where: Sequence[Any]) -> tuple[str, ...] | None:
-    """Take what pydantic has found fault with out of `rest`; a required key gets a stand-in.
-
-    Returns the path of the key that has no value now; None for an unknown key, and for one entry of a mapping.
-    """
-    model: Any = Recipe
-    section, depth = rest, 0
-    while depth < len(where) - 1:
-        inner = _section_of(model.model_fields.get(where[depth]))
-        if inner is None or not isinstance(section.get(where[depth]), dict):
-            break
-        model, section, depth = inner, section[where[depth]], depth + 1
-    name, within = where[depth], where[depth + 1 :]
-    if within and isinstance(section.get(name), dict):
-        section[name].pop(within[0], None)
-        return None
-    field = model.model_fields.get(name)
-    if field is not None and field.is_required():
-        section[name] = {} if _section_of(field) else _STAND_INS[field.annotation]
-    else:
-        section.pop(name, None)
-    return None if field is None else tuple(where[: depth + 1])
-
-
-_STAND_INS: dict[Any, Any] = {str: "", float: 1.0}
-"""Values for required keys, by type: only a reading that fails uses them, and no rule sees them."""
-
-
-def _problem(detail: Any) -> Problem:
-    """One of pydantic's errors as ours: with the value at fault, and the nearest key where one is not known."""
-    where = [str(part) for part in detail["loc"] if not _is_tag(part)]
-    key = ".".join(where) or "recipe"
-    if detail["type"] == "missing":
-        return Problem(key, None, detail["msg"], has_value=False)
-    message = HINTS.get(key, detail["msg"])
-    if detail["type"] == "extra_forbidden":
-        message = "unknown key" + nearest_key(where[-1], _known_keys(where[:-1]))
-    return Problem(key, detail["input"], message, has_value=bool(detail["loc"]))
-
-
-def _is_tag(part: Any) -> bool:
-    """Pydantic names the branch of a union (`list[str]`, `function-…`) among the keys."""
-    return isinstance(part, str) and ("[" in part or "(" in part)
-
-
-def _known_keys(where: list[str]) -> Iterator[str]:
-    model: Any = Recipe
-    for name in where:
-        model = _section_of(model.model_fields.get(name))
-        if model is None:
-            return
-    yield from model.model_fields
-
-
-def _section_of(field: FieldInfo | None) -> Any:
-    """The model that a field holds, None for a field of another kind or an unknown one."""
-    if field is None:
-        return None
-    candidates = [field.annotation, *get_args(field.annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
-
-
-def _read_with_parents(path: Path, seen: tuple[Path, ...]) -> Any:
-    resolved = path.resolve()
-    if resolved in seen:
-        raise ConfigError(f"{path}: `defaults` leads back to itself")
-    try:
-        own = OmegaConf.load(path)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such recipe (the image's are in /opt/functional/recipes)") from error
-    except Exception as error:
-        raise ConfigError(f"{path}: not a YAML recipe: {_one_line(error)}") from error
-    if not OmegaConf.is_dict(own):
-        raise ConfigError(f"{path}: a recipe is a mapping of sections, found {type(OmegaConf.to_object(own)).__name__}")
-    parents = own.pop("defaults", None)
-    if parents is None:
-        return own
-    names = [parents] if isinstance(parents, str) else list(parents)
-    return _merge(str(path), *[_read_with_parents(path.parent / name, (*seen, resolved)) for name in names], own)
-
-
-def _merge(source: str, *parts: Any) -> Any:
-    try:
-        return OmegaConf.merge(*parts)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{source}: a list cannot replace a section, nor a section a list") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -3,18 +3,15 @@
 Key names of `vllm_cfg` are those of NeMo RL's recipes; keys of `vllm_kwargs` are the engine's flags with underscores.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from functional.runtime.recipe.engine_flags import ENGINE_FLAGS, WORKER_FLAGS
 from functional.runtime.recipe.flags import as_flags
 from functional.runtime.recipe.redact import redacted
-
-if TYPE_CHECKING:
-    from functional.runtime.recipe.model import GenerationConfig, VllmConfig
 
 GENERATION = "policy.generation"
 VLLM_CFG = f"{GENERATION}.vllm_cfg"
@@ -202,43 +199,47 @@ MANAGED_WORKER_FLAGS = {name for name in WORKER_FLAGS if name not in KWARGS and 
 """Flags of `dynamo.vllm` itself that are the runtime's: identity, planes, roles."""
 
 
-def classify(generation: "GenerationConfig", device: str) -> list[Option]:
-    """Every option that `vllm_cfg` and `vllm_kwargs` hold, defaults of declared keys included. device: cpu or cuda."""
-    cfg = list(_cfg_options(generation.vllm_cfg, device))
-    return cfg + [_kwargs_option(key, value) for key, value in generation.vllm_kwargs.options().items()]
+def classify(
+    vllm_cfg: Mapping[str, Any], vllm_kwargs: Mapping[str, Any], declared: Iterable[str], device: str
+) -> tuple[Option, ...]:
+    """Every option of the two sections, in their order.
+
+    declared: the keys that `vllm_cfg`'s model names, for the hint at a misspelt one. device: cpu or cuda.
+    """
+    known = [*declared, *CFG, *ENGINE_FLAGS]
+    cfg = [_cfg_option(key, value, known, device) for key, value in vllm_cfg.items()]
+    return (*cfg, *(_kwargs_option(key, value) for key, value in vllm_kwargs.items()))
 
 
-def shown_options(generation: "GenerationConfig", device: str) -> list[dict[str, Any]]:
-    """`classify` as plain data for printing and storing: secrets replaced."""
+def shown_options(options: Iterable[Option]) -> list[dict[str, Any]]:
+    """Options as plain data for printing and storing: secrets replaced."""
     shown = []
-    for option in classify(generation, device):
+    for option in options:
         plain = asdict(option)
         plain["value"] = redacted(option.value, option.path.rpartition(".")[2])
         shown.append(plain | {"outcome": redacted(option.outcome), "flags": redacted(list(option.flags))})
     return shown
 
 
-def _cfg_options(cfg: "VllmConfig", device: str) -> Iterator[Option]:
-    for key, value in cfg.options().items():
-        path = f"{VLLM_CFG}.{key}"
-        if key == "gpu_memory_utilization" and device == "cpu":
-            outcome = "ignored: on CPU the runtime sets the cache's size (VLLM_CPU_KVCACHE_SPACE)"
-            yield Option(path, value, OptionClass.INAPPLICABLE, outcome)
-        elif key == "expert_parallel_size":
-            flags = ("--enable-expert-parallel",) if value > 1 else ()
-            yield Option(path, value, OptionClass.TRANSLATED, " ".join(flags) or "no flag for 1", flags)
-        elif key == "env_vars":
-            yield Option(path, value, OptionClass.TRANSLATED, "environment of every worker")
-        elif key in TRANSLATED:
-            yield _translated(path, TRANSLATED[key], value)
-        elif key in CFG:
-            yield _ruled(path, value, CFG[key])
-        elif key in ENGINE_FLAGS and key not in KWARGS:
-            yield _ruled(path, value, moved(f"{VLLM_KWARGS}.{key}"))
-        elif key in KWARGS:
-            yield _ruled(path, value, KWARGS[key])
-        else:
-            yield _unknown(path, value, key, [*type(cfg).model_fields, *CFG, *ENGINE_FLAGS])
+def _cfg_option(key: str, value: Any, known: Sequence[str], device: str) -> Option:
+    path = f"{VLLM_CFG}.{key}"
+    if key == "gpu_memory_utilization" and device == "cpu":
+        outcome = "ignored: on CPU the runtime sets the cache's size (VLLM_CPU_KVCACHE_SPACE)"
+        return Option(path, value, OptionClass.INAPPLICABLE, outcome)
+    if key == "expert_parallel_size":
+        flags = ("--enable-expert-parallel",) if value > 1 else ()
+        return Option(path, value, OptionClass.TRANSLATED, " ".join(flags) or "no flag for 1", flags)
+    if key == "env_vars":
+        return Option(path, value, OptionClass.TRANSLATED, "environment of every worker")
+    if key in TRANSLATED:
+        return _translated(path, TRANSLATED[key], value)
+    if key in CFG:
+        return _ruled(path, value, CFG[key])
+    if key in ENGINE_FLAGS and key not in KWARGS:
+        return _ruled(path, value, moved(f"{VLLM_KWARGS}.{key}"))
+    if key in KWARGS:
+        return _ruled(path, value, KWARGS[key])
+    return _unknown(path, value, key, known)
 
 
 def _kwargs_option(key: str, value: Any) -> Option:
@@ -278,7 +279,7 @@ def _ruled(path: str, value: Any, rule: Rule) -> Option:
     return Option(path, value, rule.kind, outcome, warning=warning)
 
 
-def _unknown(path: str, value: Any, key: str, known: list[str]) -> Option:
+def _unknown(path: str, value: Any, key: str, known: Sequence[str]) -> Option:
     hint = nearest_key(key, known)
     return Option(path, value, OptionClass.UNKNOWN, f"ignored{hint}", warning=f"unknown and ignored{hint}")
 

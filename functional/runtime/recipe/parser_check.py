@@ -5,15 +5,13 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from functional.runtime.errors import ConfigError
 from functional.runtime.recipe.argv import WorkerPlace, frontend_arguments, worker_arguments
-from functional.runtime.recipe.environment import inherited_environment, program_environment
+from functional.runtime.recipe.environment import parser_environment
+from functional.runtime.recipe.model import Recipe
 from functional.runtime.recipe.seeds import engine_seed
-
-if TYPE_CHECKING:
-    from functional.runtime.recipe.model import Recipe
 
 PARSE = """
 import argparse, json, sys
@@ -41,12 +39,6 @@ print("ANSWER " + json.dumps(answer))
 """Runs in Dynamo's environment: the arguments of both programs through their own parsers and cross-checks."""
 
 
-def parser_environment(device: str, env_vars: Mapping[str, str]) -> dict[str, str]:
-    """What a worker gets from caller and recipe; no devices on CPU."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    return program_environment("127.0.0.1", inherited_environment(), env_vars, hidden)
-
-
 class EngineCheck:
     """The parsers at work in a process of their own: 10 s of imports, so that other start-up goes on meanwhile."""
 
@@ -58,20 +50,20 @@ class EngineCheck:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={"DYN_LOG": "error", "VLLM_LOGGING_LEVEL": "ERROR"} | dict(environment),
+            env=dict(environment),
             text=True,
         )
         self.began = time.monotonic()
         self.seconds = 0.0
 
     @classmethod
-    def of(cls, recipe: "Recipe", python: Path, model_dir: Path) -> Self:
+    def of(cls, recipe: Recipe, python: Path, model_dir: Path) -> Self:
         """Start on the command lines a recipe's fleet will have; what only the fleet knows is stood in for."""
-        generation, device = recipe.policy.generation, recipe.cluster.device
+        generation = recipe.policy.generation
         place = WorkerPlace(model_dir, "namespace", Path("/run/kv0"), engine_seed(recipe.grpo.seed, 0, 0))
-        worker = worker_arguments(generation, device, place)
+        worker = worker_arguments(recipe, place)
         frontend = frontend_arguments(generation.dynamo_cfg.frontend_args, "127.0.0.1", 1, "namespace")
-        return cls(python, worker, frontend, parser_environment(device, generation.vllm_cfg.env_vars))
+        return cls(python, worker, frontend, parser_environment(recipe.cluster.device, generation.vllm_cfg.env_vars))
 
     def __enter__(self) -> Self:
         return self

@@ -10,30 +10,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from functional.runtime.recipe.architectures import find_model_problem
-from functional.runtime.recipe.argv import (
-    FRONTEND_OWNERS,
-    SHARED_GPU,
-    worker_flag_owners,
-)
-from functional.runtime.recipe.engine_flags import ENGINE_FLAGS, FRONTEND_FLAGS, WORKER_FLAGS, Kind
-from functional.runtime.recipe.environment import MANAGED_PREFIXES, MANAGED_VARIABLES
-from functional.runtime.recipe.flags import find_extra_problem
+from functional.runtime.recipe.argv import FRONTEND_OWNERS, worker_flag_owners
+from functional.runtime.recipe.engine_flags import ENGINE_FLAGS, FRONTEND_FLAGS, WORKER_FLAGS
+from functional.runtime.recipe.environment import MANAGED_PREFIXES, MANAGED_VARIABLES, SHARED_GPU
+from functional.runtime.recipe.flags import Kind, find_extra_problem
+from functional.runtime.recipe.model import Recipe, UnreadKeyError
 from functional.runtime.recipe.options import (
     GENERATION,
     VLLM_CFG,
     WORKER_ARGS,
-    classify,
     nearest_flag,
     nearest_key,
     refusal_of_extra,
 )
 from functional.runtime.recipe.redact import redacted
-
-if TYPE_CHECKING:
-    from functional.runtime.recipe.model import Recipe
 
 RESOURCES = f"{GENERATION}.colocated.resources"
 FLAG_FILE: dict[str, Kind] = {"config": "value"}
@@ -81,10 +74,6 @@ LOSS_OFF: dict[str, Any] = {
 """Keys of NeMo RL's `loss_fn` that the suite's trainer does not have, with the value that asks for nothing."""
 
 
-class UnreadKeyError(Exception):
-    """A rule asked for a key that has no value, because the one it was given is at fault and is reported already."""
-
-
 @dataclass(frozen=True)
 class Problem:
     """A key with a value that may not be; `str()` is one line."""
@@ -104,10 +93,10 @@ class Problem:
         return text if len(text) <= 100 else text[:97] + "…"
 
 
-Rule = Callable[["Recipe"], Iterator[Problem]]
+Rule = Callable[[Recipe], Iterator[Problem]]
 
 
-def find_problems(recipe: "Recipe", rules: Sequence[Rule]) -> list[Problem]:
+def find_problems(recipe: Recipe, rules: Sequence[Rule]) -> list[Problem]:
     """Every one of the rules that the recipe breaks, in their order."""
     found: list[Problem] = []
     for rule in rules:
@@ -117,7 +106,7 @@ def find_problems(recipe: "Recipe", rules: Sequence[Rule]) -> list[Problem]:
     return found
 
 
-def _group_fits(recipe: "Recipe") -> Iterator[Problem]:
+def _group_fits(recipe: Recipe) -> Iterator[Problem]:
     vllm, resources = recipe.policy.generation.vllm_cfg, recipe.policy.generation.colocated.resources
     tensor, pipeline = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
     group, node = tensor * pipeline, resources.gpus_per_node
@@ -129,7 +118,7 @@ def _group_fits(recipe: "Recipe") -> Iterator[Problem]:
         yield Problem(f"{RESOURCES}.gpus_per_node", node, message)
 
 
-def _one_rank(recipe: "Recipe") -> Iterator[Problem]:
+def _one_rank(recipe: Recipe) -> Iterator[Problem]:
     """`prove_weights` reads no sharded parameters yet; without a proof no update would ever be believed."""
     message = "the proof of weights reads engines of one rank only: set it to 1"
     if (tensor := recipe.policy.generation.vllm_cfg.tensor_parallel_size) > 1:
@@ -138,20 +127,20 @@ def _one_rank(recipe: "Recipe") -> Iterator[Problem]:
         yield Problem(f"{VLLM_CFG}.pipeline_parallel_size", pipeline, message)
 
 
-def _expert_group(recipe: "Recipe") -> Iterator[Problem]:
+def _expert_group(recipe: Recipe) -> Iterator[Problem]:
     vllm = recipe.policy.generation.vllm_cfg
     tensor, expert = vllm.tensor_parallel_size, vllm.expert_parallel_size
     if expert not in (1, tensor):
         yield Problem(f"{VLLM_CFG}.expert_parallel_size", expert, f"must be 1 or tensor_parallel_size, {tensor}")
 
 
-def _colocation(recipe: "Recipe") -> Iterator[Problem]:
+def _colocation(recipe: Recipe) -> Iterator[Problem]:
     if recipe.policy.generation.colocated.enabled:
         message = "training and generation are never colocated here, set it to false"
         yield Problem(f"{GENERATION}.colocated.enabled", True, message)
 
 
-def _devices(recipe: "Recipe") -> Iterator[Problem]:
+def _devices(recipe: Recipe) -> Iterator[Problem]:
     cluster, resources = recipe.cluster, recipe.policy.generation.colocated.resources
     generation = resources.gpus_per_node * resources.num_nodes
     offered = cluster.gpus_per_node * cluster.num_nodes
@@ -161,12 +150,12 @@ def _devices(recipe: "Recipe") -> Iterator[Problem]:
         yield Problem("cluster.gpus_per_node", cluster.gpus_per_node, message)
 
 
-def _shared_gpu(recipe: "Recipe") -> Iterator[Problem]:
+def _shared_gpu(recipe: Recipe) -> Iterator[Problem]:
     if recipe.cluster.share_gpu and recipe.cluster.device != "cuda":
         yield Problem("cluster.share_gpu", True, "is for cluster.device=cuda; on cpu devices are virtual already")
 
 
-def _model(recipe: "Recipe") -> Iterator[Problem]:
+def _model(recipe: Recipe) -> Iterator[Problem]:
     """What a model's own configuration rules out; a hub's model that is not here yet is judged once it is."""
     name = recipe.policy.model_name
     problem = None
@@ -186,7 +175,7 @@ def _in_hub_cache(name: str) -> Any:
     return try_to_load_from_cache(name, "config.json")
 
 
-def _sections(recipe: "Recipe") -> Iterator[Problem]:
+def _sections(recipe: Recipe) -> Iterator[Problem]:
     """Keys of `policy.generation` that the model leaves open."""
     generation = recipe.policy.generation
     for key, value in (generation.model_extra or {}).items():
@@ -211,22 +200,14 @@ def _sections(recipe: "Recipe") -> Iterator[Problem]:
             yield Problem(path, value, "unknown key" + nearest_key(key, [*type(generation).model_fields, *IGNORED]))
 
 
-def _options(recipe: "Recipe") -> Iterator[Problem]:
+def _options(recipe: Recipe) -> Iterator[Problem]:
     """Errors of the single options in `vllm_cfg` and `vllm_kwargs`."""
-    for option in classify(recipe.policy.generation, _device(recipe)):
+    for option in recipe.options:
         if option.error:
             yield Problem(option.path, option.value, option.error)
 
 
-def _device(recipe: "Recipe") -> str:
-    """The recipe's device; where that key is at fault, the one on which every option counts."""
-    try:
-        return recipe.cluster.device
-    except UnreadKeyError:
-        return "cuda"
-
-
-def _metrics_interval(recipe: "Recipe") -> Iterator[Problem]:
+def _metrics_interval(recipe: Recipe) -> Iterator[Problem]:
     generation = recipe.policy.generation
     given = generation.vllm_cfg.vllm_metrics_logger_interval
     ours = generation.dynamo_cfg.metrics_interval_s
@@ -235,7 +216,7 @@ def _metrics_interval(recipe: "Recipe") -> Iterator[Problem]:
         yield Problem(f"{VLLM_CFG}.vllm_metrics_logger_interval", given, message)
 
 
-def _stops(recipe: "Recipe") -> Iterator[Problem]:
+def _stops(recipe: Recipe) -> Iterator[Problem]:
     path, given = f"{GENERATION}.stop_strings", recipe.policy.generation.stop_strings or []
     if "" in given:
         yield Problem(path, given, "an empty stop string would end every completion at once")
@@ -245,7 +226,13 @@ def _stops(recipe: "Recipe") -> Iterator[Problem]:
         yield Problem(path, given, str(error))
 
 
-def find_unsendable(recipe: "Recipe") -> list[Problem]:
+def find_warnings(recipe: Recipe) -> list[str]:
+    """What is ignored although it was asked for, would not run, or needs care; one line each."""
+    ignored = [Problem(option.path, option.value, option.warning) for option in recipe.options if option.warning]
+    return [str(problem) for problem in ignored + find_unsendable(recipe) + find_cautions(recipe)]
+
+
+def find_unsendable(recipe: Recipe) -> list[Problem]:
     """What the rules allow and the pinned Dynamo answers with a 500: warned of, and refused before a run."""
     generation = recipe.policy.generation
     stops = {"stop_strings": generation.stop_strings, "stop_token_ids": generation.stop_token_ids}
@@ -256,7 +243,7 @@ def find_unsendable(recipe: "Recipe") -> list[Problem]:
     ]
 
 
-def find_cautions(recipe: "Recipe") -> list[Problem]:
+def find_cautions(recipe: Recipe) -> list[Problem]:
     """What runs, but not as one may expect: only warned of.
 
     Seen on Dynamo 1.3.0.post1: the frontend ends the stream at a stop string, before the last chunk, which carries
@@ -281,14 +268,14 @@ def merge_stop_strings(*sources: Iterable[str] | None) -> tuple[str, ...]:
     return merged
 
 
-def _variables(recipe: "Recipe") -> Iterator[Problem]:
+def _variables(recipe: Recipe) -> Iterator[Problem]:
     given = recipe.policy.generation.vllm_cfg.env_vars
     for name, value in given.items():
         if reason := _variable_problem(name, value):
             yield _variable(name, value, reason)
 
 
-def _variables_of_a_shared_gpu(recipe: "Recipe") -> Iterator[Problem]:
+def _variables_of_a_shared_gpu(recipe: Recipe) -> Iterator[Problem]:
     given = recipe.policy.generation.vllm_cfg.env_vars
     if recipe.cluster.share_gpu:
         for name in given.keys() & SHARED_GPU.keys() - MANAGED_VARIABLES:
@@ -311,25 +298,25 @@ def _variable_problem(name: str, value: str) -> str | None:
     return "holds a NUL byte" if "\0" in value else None
 
 
-def _endpoint_types(recipe: "Recipe") -> Iterator[Problem]:
+def _endpoint_types(recipe: Recipe) -> Iterator[Problem]:
     given = recipe.policy.generation.dynamo_cfg.worker_args.endpoint_types
     if "completions" not in given:
         yield Problem(f"{WORKER_ARGS}.endpoint_types", given, "rollouts use /v1/completions: add completions")
 
 
-def _template(recipe: "Recipe") -> Iterator[Problem]:
+def _template(recipe: Recipe) -> Iterator[Problem]:
     template = recipe.policy.generation.dynamo_cfg.worker_args.custom_jinja_template
     if template is not None and not Path(template).expanduser().is_file():
         yield Problem(f"{WORKER_ARGS}.custom_jinja_template", template, "no such file")
 
 
-def _worker_words(recipe: "Recipe") -> Iterator[Problem]:
+def _worker_words(recipe: Recipe) -> Iterator[Problem]:
     words = recipe.policy.generation.dynamo_cfg.worker_args.extra_cli_args
-    refusal = refusal_of_extra(worker_flag_owners(recipe.policy.generation, _device(recipe)))
+    refusal = refusal_of_extra(worker_flag_owners(recipe))
     yield from _extra(WORKER_ARGS, words, ENGINE_FLAGS | WORKER_FLAGS | FLAG_FILE, refusal)
 
 
-def _frontend_words(recipe: "Recipe") -> Iterator[Problem]:
+def _frontend_words(recipe: Recipe) -> Iterator[Problem]:
     def refusal(name: str) -> str | None:
         if name in FRONTEND_OWNERS:
             return FRONTEND_OWNERS[name]
@@ -347,7 +334,7 @@ def _extra(path: str, words: Sequence[str], flags: Any, refusal: Callable[[str],
         yield Problem(f"{path}.extra_cli_args", list(words), f"{redacted([word])[0]!r} {reason}")
 
 
-def _data(recipe: "Recipe") -> Iterator[Problem]:
+def _data(recipe: Recipe) -> Iterator[Problem]:
     name = recipe.data.dataset_name
     if name in BUILTIN_DATA:
         return
@@ -358,7 +345,7 @@ def _data(recipe: "Recipe") -> Iterator[Problem]:
         yield Problem("data.dataset_name", name, f"no such file (looked in {Path.cwd()})")
 
 
-def _truncation(recipe: "Recipe") -> Iterator[Problem]:
+def _truncation(recipe: Recipe) -> Iterator[Problem]:
     loss, path = recipe.loss_fn, "loss_fn.truncated_importance_sampling"
     ratio, kind = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_type
     if kind not in (None, "tis"):
@@ -367,7 +354,7 @@ def _truncation(recipe: "Recipe") -> Iterator[Problem]:
         yield Problem(f"{path}_type", kind, f"has no effect: set {path}_ratio, or this to null")
 
 
-def _correction(recipe: "Recipe") -> Iterator[Problem]:
+def _correction(recipe: Recipe) -> Iterator[Problem]:
     loss, path = recipe.loss_fn, "loss_fn.truncated_importance_sampling"
     if loss.use_importance_sampling_correction:
         return
@@ -378,7 +365,7 @@ def _correction(recipe: "Recipe") -> Iterator[Problem]:
         yield Problem(f"{path}_type", "tis", message)
 
 
-def _loss_keys(recipe: "Recipe") -> Iterator[Problem]:
+def _loss_keys(recipe: Recipe) -> Iterator[Problem]:
     """Keys of `loss_fn` that the model leaves open."""
     for key, value in (recipe.loss_fn.model_extra or {}).items():
         if key not in LOSS_OFF:
@@ -398,7 +385,7 @@ def _as_yaml(value: Any) -> str:
     return "null" if value is None else str(value).lower()
 
 
-def _weights_and_biases(recipe: "Recipe") -> Iterator[Problem]:
+def _weights_and_biases(recipe: Recipe) -> Iterator[Problem]:
     if recipe.logger.wandb_enabled and importlib.util.find_spec("wandb") is None:
         message = "this environment has no wandb package: install it, or set it to false"
         yield Problem("logger.wandb_enabled", True, message)

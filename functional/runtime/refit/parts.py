@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from functional.runtime.errors import RefitError
-from functional.runtime.fleet.fleet import Worker
+from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import Transition
 from functional.runtime.refit.probe import ProbeScore, Reading
 from functional.runtime.rollout.client import Completion

@@ -13,7 +13,8 @@ from functional.engine.errors import TransferError, TransferTimeout
 from functional.engine.gloo import GlooGroup
 from functional.engine.group import Group, Rendezvous
 from functional.engine.nccl import NcclGroup
-from functional.engine.wire import BACKENDS, DEFAULT_TIMEOUT_S, Manifest, send, update_info
+from functional.engine.transports import BACKENDS
+from functional.engine.wire import DEFAULT_TIMEOUT_S, Manifest, send, update_info
 
 __all__ = ["Sender", "TransferError", "TransferStats", "TransferTimeout", "make_sender", "update_info"]
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from functional.runtime.errors import InterruptedRunError, RefitError, RunError
 from functional.runtime.fleet.control import ControlError, WorkerLostError
-from functional.runtime.fleet.fleet import Worker
+from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import Event, RefitMachine, State, Transition
 from functional.runtime.refit.parts import (
     Probe,
@@ -271,7 +271,7 @@ class FleetRefit:
     def _commit(self, result: RefitResult) -> None:
         label = str(self._machine.version)
         with self._step("commit", result):
-            self._on_all(lambda w: w.control.update("commit_version", label))
+            self._on_all(lambda w: w.control.engine_rpc("commit_version", label))
             self._on_all(lambda w: check_label(w, label))
 
     def _resume(self, result: RefitResult) -> None:
@@ -307,7 +307,7 @@ class FleetRefit:
     def _rpc(self, worker: Worker, method: str, **arguments: Any) -> None:
         """Run a method of the worker's extension under the version label it has: only the commit changes that."""
         label = "unproved" if self.version is None else str(self.version)
-        worker.control.update(method, label, **arguments)
+        worker.control.engine_rpc(method, label, **arguments)
 
     def _warm(self, worker: Worker) -> None:
         """Make the probe's prompt hit the worker's prefix cache, so that a later miss shows the clear.

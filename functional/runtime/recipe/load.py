@@ -1,0 +1,216 @@
+"""From a file to a recipe: YAML with the guide's keys, `defaults:` parents and `key=value` overrides, then the rules.
+
+Everything that is wrong with the keys is said at once, each with its key path and value.
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from functional.runtime.errors import ConfigError
+from functional.runtime.recipe.model import Recipe, Section
+from functional.runtime.recipe.options import nearest_key
+from functional.runtime.recipe.rules import RULES, Problem, Rule, find_problems
+
+GENERATION_HINTS = {
+    "backend": "the managed runtime is dynamo",
+    "dynamo_cfg.engine": "the managed engine is vllm",
+    "dynamo_cfg.metrics_include_prefixes": "set metrics_worker_prefixes and metrics_frontend_prefixes instead",
+    "dynamo_cfg.metrics_exclude_prefixes": "set metrics_worker_prefixes and metrics_frontend_prefixes instead",
+    "vllm_cfg.precision": "generation runs in bfloat16 only",
+    "vllm_cfg.kv_cache_dtype": "the cache has the model's precision, set auto",
+    "temperature": "must be from 0.01 to 2: Dynamo's API takes none above, and vLLM raises lower ones to 0.01 unseen",
+    "top_p": "must be 1.0: the trainer scores the whole distribution",
+    "top_k": "must be null: the trainer scores the whole distribution",
+}
+HINTS = {f"policy.generation.{key}": hint for key, hint in GENERATION_HINTS.items()}
+"""Said instead of pydantic's words, by key path."""
+
+
+class RecipeError(ConfigError):
+    """A recipe breaks rules; `problems` has them all."""
+
+    def __init__(self, source: Path, problems: list[Problem]) -> None:
+        super().__init__(f"{source}: " + "; ".join(map(str, problems)))
+        self.problems = problems
+
+
+def load_recipe(path: Path, overrides: list[str] | None = None, rules: Sequence[Rule] = RULES) -> Recipe:
+    """Read `path`, its parents (`defaults:`, relative to it) and dot-list `overrides`.
+
+    Raises ConfigError, one line, naming file, key path and value; RecipeError, with every problem of keys and rules,
+    when keys are the cause.
+    """
+    merged = _read_with_parents(path, ())
+    try:
+        for override in overrides or ():
+            merged = _merge(f"override {override.partition('=')[0]}", merged, _read_override(override))
+        plain, unresolved = _resolve(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from error
+    recipe, problems = _read(plain, unresolved)
+    problems += find_problems(recipe, rules)
+    if problems:
+        raise RecipeError(path, problems)
+    return recipe
+
+
+def _read_override(override: str) -> Any:
+    key, equals, _ = override.partition("=")
+    if not equals:
+        raise ConfigError(f"override {override!r}: expected key=value, for example grpo.max_num_steps=3")
+    try:
+        return OmegaConf.from_dotlist([override])
+    except Exception as error:  # the value stays out of the message: it may be a secret
+        raise ConfigError(f"override {key}=…: its value is no YAML: {_one_line(error)}") from error
+
+
+def _resolve(merged: Any) -> tuple[dict[str, Any], list[Problem]]:
+    """The recipe as plain data, and the keys whose `${…}` leads nowhere; these are null in it."""
+    unresolved: list[Problem] = []
+    while True:
+        try:
+            return OmegaConf.to_container(merged, resolve=True), unresolved
+        except InterpolationResolutionError as error:
+            key = error.full_key
+            if not key or key in [problem.key for problem in unresolved]:
+                raise
+            unresolved.append(Problem(key, None, _one_line(error).split(" full_key:")[0], has_value=False))
+            OmegaConf.update(merged, key, None)
+
+
+def _read(plain: dict[str, Any], unresolved: list[Problem]) -> tuple[Recipe, list[Problem]]:
+    """The recipe as far as it can be read, and what is wrong with its single keys.
+
+    A key at fault is left out of the recipe, not replaced by its default: a rule that asks for it has nothing to judge,
+    while all other rules are judged.
+    """
+    rest = copy.deepcopy(plain)
+    problems: dict[tuple[int | str, ...], Problem] = {}
+    unread: set[tuple[str, ...]] = set()
+    for problem in unresolved:
+        where = tuple(re.split(r"[.\[]", problem.key))
+        problems[where] = problem
+        if key := _leave_out(rest, where):
+            unread.add(key)
+    while True:
+        try:
+            recipe = Recipe.model_validate(rest)
+        except ValidationError as error:
+            for detail in error.errors():
+                problems.setdefault(detail["loc"], _problem(detail))
+                if key := _leave_out(rest, detail["loc"]):
+                    unread.add(key)
+        else:
+            break
+    for key in sorted(unread, key=len):  # a section before what was in it: then nothing of a default is touched
+        _forget(recipe, key)
+    return recipe, list(problems.values())
+
+
+def _forget(section: Section, key: Sequence[str]) -> None:
+    """Take the value of a key out of a recipe that was just read."""
+    name, *within = key
+    if not within:
+        section.__dict__.pop(name, None)
+    elif name in section.__dict__:
+        _forget(section.__dict__[name], within)
+
+
+def _leave_out(rest: Any, where: Sequence[Any]) -> tuple[str, ...] | None:
+    """Take what pydantic has found fault with out of `rest`; a required key gets a stand-in.
+
+    Returns the path of the key that has no value now; None for an unknown key, and for one entry of a mapping.
+    """
+    model: Any = Recipe
+    section, depth = rest, 0
+    while depth < len(where) - 1:
+        inner = _section_of(model.model_fields.get(where[depth]))
+        if inner is None or not isinstance(section.get(where[depth]), dict):
+            break
+        model, section, depth = inner, section[where[depth]], depth + 1
+    name, within = where[depth], where[depth + 1 :]
+    if within and isinstance(section.get(name), dict):
+        section[name].pop(within[0], None)
+        return None
+    field = model.model_fields.get(name)
+    if field is not None and field.is_required():
+        section[name] = {} if _section_of(field) else _STAND_INS[field.annotation]
+    else:
+        section.pop(name, None)
+    return None if field is None else tuple(where[: depth + 1])
+
+
+_STAND_INS: dict[Any, Any] = {str: "", float: 1.0}
+"""Values for required keys, by type: only a reading that fails uses them, and no rule sees them."""
+
+
+def _problem(detail: Any) -> Problem:
+    """One of pydantic's errors as ours: with the value at fault, and the nearest key where one is not known."""
+    where = [str(part) for part in detail["loc"] if not _is_tag(part)]
+    key = ".".join(where) or "recipe"
+    if detail["type"] == "missing":
+        return Problem(key, None, detail["msg"], has_value=False)
+    message = HINTS.get(key, detail["msg"])
+    if detail["type"] == "extra_forbidden":
+        message = "unknown key" + nearest_key(where[-1], _known_keys(where[:-1]))
+    return Problem(key, detail["input"], message, has_value=bool(detail["loc"]))
+
+
+def _is_tag(part: Any) -> bool:
+    """Pydantic names the branch of a union (`list[str]`, `function-…`) among the keys."""
+    return isinstance(part, str) and ("[" in part or "(" in part)
+
+
+def _known_keys(where: list[str]) -> Iterator[str]:
+    model: Any = Recipe
+    for name in where:
+        model = _section_of(model.model_fields.get(name))
+        if model is None:
+            return
+    yield from model.model_fields
+
+
+def _section_of(field: FieldInfo | None) -> Any:
+    """The model that a field holds, None for a field of another kind or an unknown one."""
+    if field is None:
+        return None
+    candidates = [field.annotation, *get_args(field.annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _read_with_parents(path: Path, seen: tuple[Path, ...]) -> Any:
+    resolved = path.resolve()
+    if resolved in seen:
+        raise ConfigError(f"{path}: `defaults` leads back to itself")
+    try:
+        own = OmegaConf.load(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such recipe (the image's are in /opt/functional/recipes)") from error
+    except Exception as error:
+        raise ConfigError(f"{path}: not a YAML recipe: {_one_line(error)}") from error
+    if not OmegaConf.is_dict(own):
+        raise ConfigError(f"{path}: a recipe is a mapping of sections, found {type(OmegaConf.to_object(own)).__name__}")
+    parents = own.pop("defaults", None)
+    if parents is None:
+        return own
+    names = [parents] if isinstance(parents, str) else list(parents)
+    return _merge(str(path), *[_read_with_parents(path.parent / name, (*seen, resolved)) for name in names], own)
+
+
+def _merge(source: str, *parts: Any) -> Any:
+    try:
+        return OmegaConf.merge(*parts)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{source}: a list cannot replace a section, nor a section a list") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
