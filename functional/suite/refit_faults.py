@@ -18,7 +18,7 @@ from typing import Any, Literal
 from functional.runtime.errors import RefitError, RolloutError
 from functional.runtime.fleet.control import ControlError, WorkerControl
 from functional.runtime.refit.machine import Event, State, Transition
-from functional.runtime.refit.transaction import RefitResult
+from functional.runtime.refit.parts import RefitResult
 from functional.runtime.rollout.requests import received_requests
 from functional.suite import driver
 from functional.suite.driver import Parts, Session, watched

@@ -11,9 +11,11 @@ from functional.runtime.errors import RefitError, RolloutError, RunError
 from functional.runtime.fleet.control import ControlError, WorkerLostError
 from functional.runtime.fleet.fleet import Worker
 from functional.runtime.refit.machine import State
+from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import PROMPTS, ProbeScore
-from functional.runtime.refit.transaction import FleetRefit, SourceLostError
-from functional.runtime.rollout.client import AdmissionGate, Completion
+from functional.runtime.refit.transaction import FleetRefit
+from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.gate import AdmissionGate
 
 VERSION = "get_weight_version"
 UPDATE = "update_weights_from_distributed"

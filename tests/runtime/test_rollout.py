@@ -7,7 +7,8 @@ import time
 import pytest
 
 from functional.runtime.errors import RolloutError
-from functional.runtime.rollout.client import AdmissionGate, RolloutClient, Sampling, read_completion
+from functional.runtime.rollout.client import RolloutClient, Sampling, read_completion
+from functional.runtime.rollout.gate import AdmissionGate
 
 REQUEST = "6f1b2b3c-0000-4000-8000-000000000001"
 PROMPT = (5, 6, 7)

@@ -27,10 +27,9 @@ from functional.runtime.refit.parts import (
     SourceLostError,
     WeightSource,
 )
-from functional.runtime.refit.probe import Finding, Noise, ProbeScore, Sighting, judge
-from functional.runtime.rollout.client import AdmissionGate, Completion
-
-__all__ = ["FleetRefit", "ProbeScore", "RefitResult", "SourceLostError", "WeightSource"]
+from functional.runtime.refit.probe import Finding, Noise, Sighting, judge
+from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.gate import AdmissionGate
 
 T = TypeVar("T")
 GRACE_S = 10.0
