@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional.engine.errors import NOT_PROVED
+
 _NAMED_AT_MOST = 3
 
 
@@ -72,4 +74,4 @@ def refuse(problems: Sequence[str], total: int) -> None:
     if problems:
         more = len(problems) - _NAMED_AT_MOST
         shown = "; ".join(problems[:_NAMED_AT_MOST]) + (f"; and {more} more" if more > 0 else "")
-        raise ValueError(f"weights not proved, {len(problems)} problem(s) among {total} tensors: {shown}")
+        raise ValueError(f"{NOT_PROVED}, {len(problems)} problem(s) among {total} tensors: {shown}")

@@ -113,7 +113,7 @@ def test_max_tokens_is_cut_to_what_each_prompt_leaves_of_the_context():
     assert [body["max_tokens"] for body in client.bodies] == [4, 4, 3, 2, 1]
     assert [completion.max_tokens for completion in completions] == [4, 4, 3, 2, 1]
     assert [completion.problem for completion in completions] == [None] * 4 + ["2 tokens generated, 1 allowed"]
-    assert asyncio.run(client.complete_on(7, [1] * 14, Sampling(400))).max_tokens == 2
+    assert asyncio.run(client.complete_on(7, [[1] * 14], Sampling(400)))[0].max_tokens == 2
 
 
 @pytest.mark.parametrize(

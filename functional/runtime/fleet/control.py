@@ -49,13 +49,13 @@ class WorkerControl:
             raise ControlError(f"{what}: {' '.join(str(message).split())}")
         return answer
 
-    def update(self, engine_rpc: str, weight_version: str, timeout_s: float | None = None, **arguments: Any) -> None:
-        """Run `engine_rpc` on the worker through the weight-update route, leaving its prefix cache as it is.
+    def engine_rpc(self, method: str, weight_version: str, timeout_s: float | None = None, **arguments: Any) -> None:
+        """Run a method of the engine's workers through the weight-update route, leaving the prefix cache as it is.
 
         The route sets the worker's version to `weight_version`, so every call but the last of a transaction names the
         version the worker already has.
         """
-        body = {"engine_rpc": engine_rpc, "weight_version": weight_version, "reset_prefix_cache": False, **arguments}
+        body = {"engine_rpc": method, "weight_version": weight_version, "reset_prefix_cache": False, **arguments}
         self.call("update_weights_from_distributed", body, timeout_s)
 
     def is_ready(self) -> bool:
