@@ -50,7 +50,7 @@ class WorkerControl:
         return answer
 
     def engine_rpc(self, method: str, weight_version: str, timeout_s: float | None = None, **arguments: Any) -> None:
-        """Run a method of the engine's workers through the weight-update route, leaving the prefix cache as it is.
+        """Run `method` of the engine's workers through the weight-update route, leaving the prefix cache as it is.
 
         The route sets the worker's version to `weight_version`, so every call but the last of a transaction names the
         version the worker already has.

@@ -99,16 +99,15 @@ def engine_name(name: str) -> tuple[str, int, int]:
 
 
 def _submit(pool: ThreadPoolExecutor, parts: list[Tensor]) -> "Future[TensorProof]":
-    """Hash in the pool. On a GPU the copy to the host has a stream of its own: the sender's must not wait for it."""
+    """Hash in the pool, once what makes the tensors has run."""
     device = parts[0].device
     if device.type != "cuda":
         return pool.submit(prove_tensor, *parts)
     made = torch.cuda.Event()
     made.record(torch.cuda.current_stream(device))
-    return pool.submit(_prove_on_own_stream, made, parts)
+    return pool.submit(_prove_once_made, made, parts)
 
 
-def _prove_on_own_stream(made: Any, parts: list[Tensor]) -> TensorProof:
-    with torch.cuda.stream(torch.cuda.Stream(parts[0].device)):
-        torch.cuda.current_stream(parts[0].device).wait_event(made)
-        return prove_tensor(*parts)
+def _prove_once_made(made: Any, parts: list[Tensor]) -> TensorProof:
+    torch.cuda.current_stream(parts[0].device).wait_event(made)
+    return prove_tensor(*parts)
