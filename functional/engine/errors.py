@@ -1,4 +1,7 @@
-"""Errors of a weight transfer, the same on the sending and the receiving side."""
+"""How a weight transfer and a proof of weights fail, the same on the trainer's side and the engine's."""
+
+NOT_PROVED = "weights not proved"
+"""A refused proof's error begins with this; what the engine raises reaches a trainer as text alone."""
 
 
 class TransferError(RuntimeError):

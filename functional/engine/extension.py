@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from functional.engine import packing
+from functional.engine import cpu_proof
 from functional.engine.proof import TensorProof, differences, prove_all, refuse
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _parameter_proofs(model: nn.Module) -> dict[str, TensorProof]:
     resident: list[tuple[str, list[Tensor]]] = []
     proofs: dict[str, TensorProof] = {}
     for name, layer, parameter in _parameters(model):
-        packed = packing.packed_proof(layer) if name.endswith("weight") else None
+        packed = cpu_proof.packed_proof(layer) if name.endswith("weight") else None
         if parameter.numel() == 0 and packed is not None:
             proofs[name] = packed
         elif parameter.numel() == 0:
@@ -88,7 +88,7 @@ def _parameter_proofs(model: nn.Module) -> dict[str, TensorProof]:
                 f"{name} is packed and was not hashed: is the dynamo_rl_engine plugin loaded (VLLM_PLUGINS)?"
             )
         else:
-            resident.append((name, [packing.logical_rows(layer, parameter)]))
+            resident.append((name, [cpu_proof.logical_rows(layer, parameter)]))
     return proofs | prove_all(resident)
 
 
@@ -109,7 +109,7 @@ def _packing_problems(model: nn.Module, claimed: dict[str, TensorProof]) -> list
     names = {id(parameter): name for name, _, parameter in _parameters(model)}
     problems = []
     for path, layer in model.named_modules():
-        packed = packing.packed_proof(layer)
+        packed = cpu_proof.packed_proof(layer)
         weight = getattr(layer, "weight", None)
         if packed is None or not isinstance(weight, Tensor) or weight.numel() == 0:
             continue
@@ -124,7 +124,7 @@ def _packing_problems(model: nn.Module, claimed: dict[str, TensorProof]) -> list
 def _padding_problems(model: nn.Module) -> list[str]:
     problems = []
     for name, layer, parameter in _parameters(model):
-        rows = packing.logical_rows(layer, parameter).shape[0] if parameter.ndim else 0
+        rows = cpu_proof.logical_rows(layer, parameter).shape[0] if parameter.ndim else 0
         if rows < (parameter.shape[0] if parameter.ndim else 0) and parameter[rows:].count_nonzero().item():
             problems.append(f"{name}: its vocabulary padding is not zero")
     return problems

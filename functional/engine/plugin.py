@@ -17,7 +17,7 @@ def register() -> None:
     import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from functional.engine import packing, reload_patch, rendezvous_patch
+    from functional.engine import cpu_proof, reload_patch, rendezvous_patch
 
     for backend, engine in _ENGINES.items():
         if backend not in WeightTransferEngineFactory._registry:
@@ -25,7 +25,7 @@ def register() -> None:
     if reload_patch.applies_to(vllm.__version__):
         reload_patch.apply()
         rendezvous_patch.apply()
-    packing.install()
+    cpu_proof.install()
     logging.getLogger("vllm.functional").info("dynamo_rl_engine: %s", json.dumps(status()))
 
 
@@ -34,14 +34,14 @@ def status() -> dict[str, Any]:
     import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from functional.engine import packing, reload_patch, rendezvous_patch
+    from functional.engine import cpu_proof, reload_patch, rendezvous_patch
 
     return {
         "vllm": vllm.__version__,
         "transfer_backends": sorted(WeightTransferEngineFactory._registry),
         "reload_patch": {"for": reload_patch.PATCHED_VERSION, "applied": reload_patch.is_applied()},
         "file_rendezvous": rendezvous_patch.is_applied(),
-        "hash_before_packing": packing.is_installed(),
+        "hash_before_packing": cpu_proof.is_installed(),
     }
 
 

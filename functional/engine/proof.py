@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional.engine.errors import NOT_PROVED
+
 _NAMED_AT_MOST = 3
+_STAGING_BYTES = 16 * 1024 * 1024
+_of_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,36 @@ def prove_tensor(*parts: Tensor) -> TensorProof:
     for part in parts:
         if part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
             raise ValueError(f"parts do not join: {first.dtype} {tuple(first.shape)}, {part.dtype} {tuple(part.shape)}")
-        data = part.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        array: Any = data.numpy()
-        digest.update(array)
+        for piece in _host_pieces(part):
+            digest.update(piece)
     shape = tuple(first.shape)
     if len(parts) > 1:
         shape = (sum(part.shape[0] for part in parts), *shape[1:])
     return TensorProof(str(first.dtype).removeprefix("torch."), shape, digest.hexdigest())
+
+
+def _host_pieces(tensor: Tensor) -> Iterator[Any]:
+    """The tensor's bytes, in order, as arrays in host memory; each is valid until the next is asked for.
+
+    From a GPU they come through page-locked memory, on a stream of their own. A copy to pageable memory keeps the other
+    streams waiting: beside such copies, sending 6.4 GB took 3.2 s instead of 0.01 on an H200, and hashing 4.4 s
+    instead of 0.9.
+    """
+    if tensor.device.type != "cuda":
+        yield tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        return
+    if not hasattr(_of_thread, "staging"):
+        _of_thread.staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.Stream(tensor.device)
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        for start in range(0, data.numel(), _STAGING_BYTES):
+            piece = data[start : start + _STAGING_BYTES]
+            staged = _of_thread.staging[: piece.numel()]
+            staged.copy_(piece, non_blocking=True)
+            stream.synchronize()
+            yield staged.numpy()
 
 
 def prove_all(named: Iterable[tuple[str, Sequence[Tensor]]]) -> dict[str, TensorProof]:
@@ -72,4 +100,4 @@ def refuse(problems: Sequence[str], total: int) -> None:
     if problems:
         more = len(problems) - _NAMED_AT_MOST
         shown = "; ".join(problems[:_NAMED_AT_MOST]) + (f"; and {more} more" if more > 0 else "")
-        raise ValueError(f"weights not proved, {len(problems)} problem(s) among {total} tensors: {shown}")
+        raise ValueError(f"{NOT_PROVED}, {len(problems)} problem(s) among {total} tensors: {shown}")

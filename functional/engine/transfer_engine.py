@@ -38,7 +38,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """vLLM's own, as `functional.engine.wire.update_info` makes them, and this transfer's deadline."""
+    """vLLM's own, as `functional.engine.wire.Manifest.info` gives them, and this transfer's deadline."""
 
     names: list[str]
     dtype_names: list[str]
@@ -99,7 +99,7 @@ class DeadlineEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: dict[str, Any] | Any) -> None:
-        raise NotImplementedError("send with functional.runtime.refit.sender")
+        raise NotImplementedError("send with functional.runtime.refit.source")
 
     def _new_group(self, store: TCPStore, rank: int, info: InitInfo) -> Group:
         raise NotImplementedError

@@ -99,13 +99,6 @@ class Manifest:
         return sum(slot.nbytes for slot in self.slots)
 
 
-def update_info(
-    named: Iterable[tuple[str, Tensor]], packed: bool = True, buffer_bytes: int = DEFAULT_BUFFER_BYTES
-) -> dict[str, Any]:
-    """What the worker must be told about tensors that `send` will send in this order."""
-    return Manifest.of(named, packed, buffer_bytes).info()
-
-
 def send(group: Group, manifest: Manifest, named: Iterable[tuple[str, Tensor]], timeout_s: float) -> None:
     """Broadcast tensors from rank 0; returns when every byte has left.
 

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,12 @@ from functional.runtime.recipe.options import shown_options
 from functional.runtime.recipe.parser_check import EngineCheck
 from functional.runtime.recipe.rules import find_unsendable, find_warnings, merge_stop_strings
 from functional.runtime.refit.machine import Event, State, Transition
-from functional.runtime.refit.parts import Probe
+from functional.runtime.refit.parts import Probe, RefitResult
 from functional.runtime.refit.probe import probe_prompts
-from functional.runtime.refit.transaction import FleetRefit, RefitResult
-from functional.runtime.rollout.client import AdmissionGate, Completion, RolloutClient, Sampling
+from functional.runtime.refit.transaction import FleetRefit
+from functional.runtime.rollout.client import Completion, RolloutClient, Sampling
+from functional.runtime.rollout.gate import AdmissionGate
+from functional.runtime.rollout.generation import generate
 from functional.runtime.rollout.records import RecordWriter, RolloutRecord
 from functional.runtime.rollout.requests import RequestJournal
 from functional.runtime.telemetry import Telemetry, open_sinks
@@ -416,54 +418,24 @@ class Session:
 
     def _generate(self, parts: Parts, prompts: list[tuple[int, ...]], step: int) -> list[Completion]:
         """A completion for each prompt. What is lost with a worker is generated again, once, by a fleet made whole."""
-        outcomes = self._complete(parts, prompts)
-        lost = [(index, found) for index, found in enumerate(outcomes) if isinstance(found, RolloutError)]
-        if lost:
-            self.report["lost_samples"] += [{"step": step, "rollout": i, "reason": str(error)} for i, error in lost]
-            self._make_whole(parts, lost[0][1], step)
-            again = self._complete(parts, [prompts[index] for index, _ in lost])
-            for (index, _), found in zip(lost, again, strict=True):
-                outcomes[index] = (
-                    found if isinstance(found, RolloutError) else replace(found, attempt=found.attempt + 1)
-                )
-        for found in outcomes:
-            if isinstance(found, RolloutError):
-                raise found
-        return [found for found in outcomes if isinstance(found, Completion)]
+        version = parts.refit.version
 
-    def _complete(self, parts: Parts, prompts: list[tuple[int, ...]]) -> list[Completion | RolloutError]:
-        """One outcome a prompt; once every worker is lost, what is under way is given up."""
+        def note_lost(index: int, error: RolloutError) -> None:
+            self.report["lost_samples"].append({"step": step, "rollout": index, "reason": str(error)})
 
-        async def under_watch() -> list[Completion | RolloutError]:
-            given_up = asyncio.Event()
-            rollouts = asyncio.ensure_future(parts.client.complete_each(prompts, parts.sampling, given_up))
-            try:
-                while not rollouts.done():
-                    await asyncio.wait({rollouts}, timeout=WATCH_INTERVAL_S)
-                    await asyncio.to_thread(parts.fleet.check_control_plane)
-                    if len(await asyncio.to_thread(parts.fleet.lost_workers)) == len(parts.fleet.workers):
-                        given_up.set()
-            except BaseException:
-                rollouts.cancel()
-                raise
-            return await rollouts
+        def make_whole() -> None:
+            assert version is not None
+            self._refit(parts, version, f"step{step}.replacement")
 
-        return asyncio.run(under_watch())
-
-    def _make_whole(self, parts: Parts, error: RolloutError, step: int, patience_s: float = 3.0) -> None:
-        """After failed requests: replace the workers they were lost with, at the version they had. Raises `error` when
-        no worker is lost."""
-        deadline = time.monotonic() + patience_s
-        while not parts.fleet.lost_workers():  # a dying process may still be dying
-            parts.fleet.check_control_plane()
-            if time.monotonic() > deadline:
-                if not parts.refit.find_lost():
-                    raise error
-                break
-            time.sleep(0.2)
-        if parts.refit.version is None:
-            raise error
-        self._refit(parts, parts.refit.version, f"step{step}.replacement")
+        return generate(
+            parts.client,
+            parts.fleet,
+            prompts,
+            parts.sampling,
+            find_lost=parts.refit.find_lost,
+            make_whole=None if version is None else make_whole,
+            on_lost=note_lost,
+        )
 
     def _rollouts(self, parts: Parts, step: int) -> verdicts.RolloutBatch:
         prompts = parts.task.prompts(step)

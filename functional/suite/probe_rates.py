@@ -53,7 +53,7 @@ class RatesSession(Session):
         problems = [completion.problem for completion in flat if completion.problem]
         self.checks.add("probe.tokens_correct", not problems, "; ".join(problems[:3]) or f"{len(flat)} tokens")
         engine = [value for completion in flat for value in completion.logprobs]
-        own = watched(parts.fleet, parts.trainer.weights.remote("score", flat)).current
+        own = watched(parts.fleet, parts.trainer.weights.remote("score", 0, flat)).current
         rates = []
         for seed, size in enumerate(SIZES):
             moved = watched(parts.fleet, parts.trainer.score_nudged.remote(flat, size, seed))

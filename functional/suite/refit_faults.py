@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from functional.engine.errors import NOT_PROVED
 from functional.runtime.errors import RefitError, RolloutError
 from functional.runtime.fleet.control import ControlError, WorkerControl
 from functional.runtime.refit.machine import Event, State, Transition
-from functional.runtime.refit.transaction import RefitResult
+from functional.runtime.refit.parts import RefitResult
 from functional.runtime.rollout.requests import received_requests
 from functional.suite import driver
 from functional.suite.driver import Parts, Session, watched
@@ -134,7 +135,7 @@ class FaultSession(Session):
             version = self._nudge(parts, fault)
             result = self._refit(parts, version)
             refused = [t.reason for t in result.transitions if t.event is Event.FAILED]
-            proper = failed_in(result) == [State.PROVING] and "weights not proved" in refused[0]
+            proper = failed_in(result) == [State.PROVING] and NOT_PROVED in refused[0]
             self._judge(f"lying-send-{fault.kind}", proper, result)
 
     def _old_weights_proved(self, parts: Parts) -> None:
@@ -238,8 +239,8 @@ class FaultSession(Session):
         return self._version
 
     def _names(self, parts: Parts) -> list[str]:
-        names: list[str] = watched(parts.fleet, parts.trainer.weights.remote("update_info"))["names"]
-        return names
+        manifest = watched(parts.fleet, parts.trainer.weights.remote("metadata", self._version))
+        return [slot.name for slot in manifest.slots]
 
     def _uncleared(self, parts: Parts, clears: Literal["refused", "ignored"]) -> None:
         worker, timeout_s = parts.fleet.workers[1], self.recipe.policy.generation.dynamo_cfg.control_timeout_s

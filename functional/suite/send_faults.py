@@ -2,21 +2,24 @@
 
 import itertools
 import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from functional.runtime.refit.names import expected_proof
-from functional.runtime.refit.source import LocalWeights, NamedTensors
+from functional.engine.wire import Manifest
+from functional.runtime.refit.names import NamedTensors, Proof
+from functional.runtime.refit.source import LocalWeights
 
+T = TypeVar("T")
 Kind = Literal["pause", "fail", "swap", "flip", "skip", "twice", "old"]
 
 
 @dataclass(frozen=True)
 class SendFault:
     """pause and fail: after `after` tensors. flip, skip and twice: at that tensor. swap: the first two of equal shape.
-    old: the version before the one selected is sent, and proved.
+    old: the version before the one asked for is sent, and proved.
 
     version: the one update it is for (None: any); times: how often it strikes; pause_s: longest pause.
     """
@@ -31,54 +34,46 @@ class SendFault:
 class FaultyWeights(LocalWeights):
     """`fault` is what goes wrong next; it counts itself down with every send it struck.
 
-    Tensors then travel one by one, so that those before the fault have been loaded when it strikes.
+    Tensors then travel one by one, so that those before the fault have been loaded when it strikes. The proof is of
+    the true weights.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.fault: SendFault | None = None
-        self._given = 0
         self._aborted = threading.Event()
 
-    @property
-    def packed(self) -> bool:  # type: ignore[override]
-        return self._present() is None
+    def metadata(self, version: int) -> Manifest:
+        fault = self._present(version)
+        if fault is None:
+            return super().metadata(version)
+        slots = super().metadata(given(version, fault)).slots
+        return Manifest(tuple(left_out_or_doubled(slots, fault)), packed=False)
 
-    def send(self) -> None:
+    def send(self, version: int) -> Proof:
         self._aborted.clear()
-        fault = self._present()
+        fault = self._present(version)
+        if fault is None:
+            return super().send(version)
         try:
-            super().send()
+            named = self._weights(given(version, fault))
+            return self._send(self.metadata(version), named, lambda true: self._sending(tampered(true, fault), fault))
         finally:
-            if fault is not None:
-                self.fault = replace(fault, times=fault.times - 1)
+            self.fault = replace(fault, times=fault.times - 1)
 
     def abort(self, reason: str) -> None:
         self._aborted.set()
         super().abort(reason)
 
-    def _present(self) -> SendFault | None:
+    def _present(self, version: int) -> SendFault | None:
         fault = self.fault
-        if fault is None or fault.times < 1 or fault.version not in (None, self._version):
+        if fault is None or fault.times < 1 or fault.version not in (None, version):
             return None
         return fault
 
-    def select(self, version: int) -> None:
-        super().select(version)
-        fault = self._present()
-        self._given = version - 1 if fault is not None and fault.kind == "old" else version
-
-    def expected_proof(self) -> dict[str, Any]:
-        return expected_proof(self._weights(self._given), self._config)
-
-    def _on_wire(self) -> NamedTensors:
-        fault, named = self._present(), self._weights(self._given)
-        return named if fault is None else tampered(named, fault)
-
-    def _sending(self, named: NamedTensors) -> NamedTensors:
-        fault = self._present()
+    def _sending(self, named: NamedTensors, fault: SendFault) -> NamedTensors:
         for index, item in enumerate(named):
-            if fault is not None and index == fault.after:
+            if index == fault.after:
                 if fault.kind == "pause":
                     self._aborted.wait(fault.pause_s)
                 elif fault.kind == "fail":
@@ -86,18 +81,31 @@ class FaultyWeights(LocalWeights):
             yield item
 
 
+def given(version: int, fault: SendFault) -> int:
+    """The version whose weights are sent, and proved."""
+    return version - 1 if fault.kind == "old" else version
+
+
 def tampered(named: NamedTensors, fault: SendFault) -> NamedTensors:
-    """The tensors with one fault among them; pause and fail leave them as they are."""
+    """The tensors with one fault among them; pause, fail and old leave them as they are."""
     if fault.kind == "swap":
-        yield from swapped(named)
-        return
-    for index, (name, tensor) in enumerate(named):
+        return swapped(named)
+    if fault.kind == "flip":
+        return (
+            (name, flipped(tensor) if index == fault.after else tensor) for index, (name, tensor) in enumerate(named)
+        )
+    return left_out_or_doubled(named, fault)
+
+
+def left_out_or_doubled(items: Iterable[T], fault: SendFault) -> Iterator[T]:
+    """Without the item that a skip leaves out, or with the one twice that is sent twice."""
+    for index, item in enumerate(items):
         here = index == fault.after
         if here and fault.kind == "skip":
             continue
-        yield name, flipped(tensor) if here and fault.kind == "flip" else tensor
+        yield item
         if here and fault.kind == "twice":
-            yield name, tensor
+            yield item
 
 
 def flipped(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,5 +121,6 @@ def swapped(named: NamedTensors) -> NamedTensors:
     for index, ((_, first), (_, second)) in enumerate(itertools.pairwise(items)):
         if first.shape == second.shape and not torch.equal(first, second):
             items[index], items[index + 1] = (items[index][0], second), (items[index + 1][0], first)
-            return iter(items)
+            yield from items
+            return
     raise ValueError("no two neighbouring tensors have the same shape")

@@ -3,7 +3,7 @@
 import copy
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,21 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from functional.engine.wire import Manifest, Slot
 from functional.runtime.errors import RefitError
 from functional.runtime.recipe.environment import SHARED_GPU
 from functional.runtime.recipe.model import Recipe
+from functional.runtime.refit.names import NamedTensors, Proof
 from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import ProbeScore
-from functional.runtime.refit.source import NamedTensors
 from functional.runtime.rollout.client import Completion
 from functional.suite.policy import Policy, Sample, collate
 from functional.suite.send_faults import FaultyWeights, SendFault
 
 NUDGE = 0.15
 """Noise of `Trainer.nudge`, in standard deviations of the tensor it is added to."""
+GRACE_S = 30.0
+"""How much longer than the actor's own deadlines a call to it may take."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Trainer:
         self._snapshot: Snapshot | None = None
         self._origin: dict[str, torch.Tensor] = {}
         self._weights = FaultyWeights(
+            self._layout,
             self._tensors,
             self._score,
             self._policy.config,
@@ -129,11 +133,18 @@ class Trainer:
         size = sum(tensor.numel() * tensor.element_size() for tensor in self._snapshot.weights.values())
         return {"snapshot_s": seconds, "snapshot_bytes": float(size)}
 
+    def _layout(self, version: int) -> list[Slot]:
+        return [Slot(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._held(version).items()]
+
     def _tensors(self, version: int) -> NamedTensors:
+        return ((name, tensor.detach().contiguous()) for name, tensor in self._held(version).items())
+
+    def _held(self, version: int) -> Mapping[str, torch.Tensor]:
+        """Raises RefitError for a version that is neither the policy's nor the snapshot's."""
         if version == self._version:
-            return self._policy.named_tensors()
+            return self._policy.weights
         if self._snapshot is not None and version == self._snapshot.version:
-            return iter(self._snapshot.weights.items())
+            return self._snapshot.weights
         raise RefitError(f"the trainer holds no weights of policy version {version}")
 
     def _score(self, version: int, completions: Sequence[Completion]) -> ProbeScore:
@@ -166,10 +177,11 @@ class RemoteWeights:
 
     def __init__(self, trainer: Any, timeout_s: float) -> None:
         self._trainer = trainer
-        self._timeout_s = timeout_s + 30  # the actor's own deadlines come first
+        self._timeout_s = timeout_s
 
-    def select(self, version: int) -> None:
-        self._ask("select", version)
+    def metadata(self, version: int) -> Manifest:
+        manifest: Manifest = self._ask("metadata", version)
+        return manifest
 
     def listen(self, address: str) -> int:
         port: int = self._ask("listen", address)
@@ -178,27 +190,26 @@ class RemoteWeights:
     def connect(self, address: str, port: int, world_size: int) -> None:
         self._ask("connect", address, port, world_size)
 
-    def update_info(self) -> dict[str, Any]:
-        info: dict[str, Any] = self._ask("update_info")
-        return info
-
-    def expected_proof(self) -> dict[str, Any]:
-        proof: dict[str, Any] = self._ask("expected_proof")
+    def send(self, version: int) -> Proof:
+        proof: Proof = self._ask("send", version, deadlines=2)
         return proof
 
-    def send(self) -> None:
-        self._ask("send")
+    def proof(self, version: int) -> Proof:
+        proof: Proof = self._ask("proof", version)
+        return proof
 
     def abort(self, reason: str) -> None:
         self._ask("abort", reason)
 
-    def score(self, completions: Sequence[Completion]) -> ProbeScore:
-        score: ProbeScore = self._ask("score", completions)
+    def score(self, version: int, completions: Sequence[Completion]) -> ProbeScore:
+        score: ProbeScore = self._ask("score", version, completions)
         return score
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any, deadlines: int = 1) -> Any:
+        """`deadlines`: how many of the actor's own lie within the call; they come first."""
+        patience_s = deadlines * self._timeout_s + GRACE_S
         try:
-            return ray.get(self._trainer.weights.remote(method, *arguments), timeout=self._timeout_s)
+            return ray.get(self._trainer.weights.remote(method, *arguments), timeout=patience_s)
         except RayTaskError as error:
             cause = error.cause or error
             raise RefitError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}") from error

@@ -14,9 +14,9 @@ from functional.runtime.fleet.ports import FIRST, LAST
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.recipe.model import GrpoConfig, Thresholds
 from functional.runtime.refit.machine import Event
-from functional.runtime.refit.parts import ProbeVerdict
+from functional.runtime.refit.parts import ProbeVerdict, RefitResult
 from functional.runtime.refit.probe import Finding
-from functional.runtime.refit.transaction import FleetRefit, RefitResult
+from functional.runtime.refit.transaction import FleetRefit
 from functional.runtime.rollout.client import Completion
 from functional.runtime.rollout.requests import Attempt, join
 from functional.runtime.telemetry import Telemetry

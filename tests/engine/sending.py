@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from functional.engine.errors import TransferError
-from functional.runtime.refit.sender import make_sender, update_info
+from functional.engine.wire import Manifest
+from functional.runtime.refit.source import Sender
 
 SMALL_CHUNKS = 20_000
 
@@ -39,12 +40,12 @@ def named_tensors(model: Path, change: list[str]) -> list[tuple[str, Tensor]]:
 
 def main(model: Path, plan: dict[str, Any]) -> None:
     named = named_tensors(model, plan.get("change", []))
-    info = update_info(named, packed=plan["packed"], buffer_bytes=SMALL_CHUNKS)
-    sender = make_sender(plan["transport"], plan["device"], plan["timeout_s"])
-    print(json.dumps({"port": sender.listen("127.0.0.1"), "info": info}), flush=True)
+    manifest = Manifest.of(named, packed=plan["packed"], buffer_bytes=SMALL_CHUNKS)
+    sender = Sender(plan["transport"], plan["device"], plan["timeout_s"])
+    print(json.dumps({"port": sender.listen("127.0.0.1"), "info": manifest.info()}), flush=True)
     try:
         sender.connect("127.0.0.1", 0, plan.get("world_size", 2))
-        sender.send(_until(named, plan), plan["packed"], info)
+        sender.send(_until(named, plan), manifest)
         print(json.dumps({"sent": True}), flush=True)
     except TransferError as error:
         print(json.dumps({"sent": False, "kind": type(error).__name__, "error": str(error)}), flush=True)

@@ -1,11 +1,13 @@
 """What is expected of the engine, and how differences are told."""
 
+import hashlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from functional.engine.proof import TensorProof, differences, prove_tensor, refuse
+from functional.engine import proof
+from functional.engine.proof import TensorProof, differences, prove_all, prove_tensor, refuse
 from functional.runtime.refit.names import engine_name, expected_proof
 
 UNTIED = SimpleNamespace(architectures=["Qwen3ForCausalLM"], tie_word_embeddings=False)
@@ -46,13 +48,22 @@ def test_incomplete_or_repeated_tensors_are_refused() -> None:
 
 
 def test_every_byte_shape_and_dtype_counts() -> None:
-    proof = prove_tensor(Q)
+    right = prove_tensor(Q)
     flipped = Q.clone()
     flipped.view(torch.uint8)[-1, -1] ^= 1
-    assert prove_tensor(Q.t().contiguous().t()) == proof, "strides are no content"
+    assert prove_tensor(Q.t().contiguous().t()) == right, "strides are no content"
     for other in (flipped, Q.reshape(6, 4), Q.view(torch.int16)):
-        assert prove_tensor(other) != proof
+        assert prove_tensor(other) != right
     assert prove_tensor(torch.tensor(1.0)).shape == ()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+def test_the_hash_is_that_of_the_bytes_wherever_they_are(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_STAGING_BYTES", 64)
+    for tensor in (torch.randn(37, 3), torch.zeros(0, 3), torch.randn(8, 4).t()):
+        content = hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+        assert prove_tensor(tensor.to(device)).sha256 == content
+        assert list(prove_all([("t", [tensor.to(device)])])) == ["t"]
 
 
 def test_differences_name_three_and_count_all() -> None:

@@ -21,7 +21,7 @@ from functional.engine.group import join_store, local_address
 from functional.engine.nccl import NcclGroup
 from functional.engine.proof import prove_tensor
 from functional.engine.wire import Manifest, receive
-from functional.runtime.refit.sender import make_sender, update_info
+from functional.runtime.refit.source import Sender
 
 TRANSPORT = os.environ.get("TRANSPORT", "gloo")
 MIB = 1 << 20
@@ -79,10 +79,10 @@ def receiver(pipe: Connection, port: int, info: dict[str, Any], lost: str) -> No
 class Receiver:
     """The other end, in its own process."""
 
-    def __init__(self, port: int, info: dict[str, Any], lost: str = "") -> None:
+    def __init__(self, port: int, manifest: Manifest, lost: str = "") -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=receiver, args=(theirs, port, info, lost), daemon=True)
+        self.process = context.Process(target=receiver, args=(theirs, port, manifest.info(), lost), daemon=True)
         self.process.start()
 
     def answer(self) -> Any:
@@ -108,52 +108,54 @@ def receivers() -> Iterator[list[Receiver]]:
 
 def test_bytes_arrive_and_the_group_lasts(device: torch.device, receivers: list[Receiver]) -> None:
     named = weights(device, 1)
-    info = update_info(named, True, BUFFER)
-    sender = make_sender(TRANSPORT, device, 60)
-    receivers.append(Receiver(sender.listen("127.0.0.1"), info))
+    manifest = Manifest.of(named, True, BUFFER)
+    sender = Sender(TRANSPORT, device, 60)
+    receivers.append(Receiver(sender.listen("127.0.0.1"), manifest))
     sender.connect("127.0.0.1", 0, 2)
     for seed in (1, 2, 3):
         named = weights(device, seed)
-        stats = sender.send(iter(named), info=info)
+        started = time.monotonic()
+        sender.send(iter(named), manifest)
+        seconds = time.monotonic() - started
         kind, got, _ = receivers[0].answer()
         assert kind == "got"
         assert got == {name: prove_tensor(tensor).sha256 for name, tensor in named}
-        print(f"{TRANSPORT}: {stats.nbytes / 1e9:.2f} GB in {stats.seconds:.3f} s, {stats.chunks} chunks")
+        print(f"{TRANSPORT}: {manifest.nbytes / 1e9:.2f} GB in {seconds:.3f} s, {len(list(manifest.chunks()))} chunks")
     sender.close()
 
 
 @pytest.mark.parametrize("lost", ["SIGKILL", "SIGSTOP", "raise"])
 def test_receiver_lost(device: torch.device, receivers: list[Receiver], lost: str) -> None:
     named = weights(device, 1)
-    info = update_info(named, True, BUFFER)
-    sender = make_sender(TRANSPORT, device, 60)
-    receivers.append(Receiver(sender.listen("127.0.0.1"), info, lost))
+    manifest = Manifest.of(named, True, BUFFER)
+    sender = Sender(TRANSPORT, device, 60)
+    receivers.append(Receiver(sender.listen("127.0.0.1"), manifest, lost))
     sender.connect("127.0.0.1", 0, 2)
     sender._timeout_s = TIMEOUT_S
     started = time.monotonic()
     with pytest.raises(TransferError) as failure:
-        sender.send(named, info=info)
+        sender.send(named, manifest)
     print(f"{TRANSPORT}, {lost}: {failure.value!r} after {time.monotonic() - started:.2f} s")
     assert time.monotonic() - started < TIMEOUT_S + SLACK_S
     sender.close()
 
-    again = make_sender(TRANSPORT, device, 60)
+    again = Sender(TRANSPORT, device, 60)
     port = again.listen("127.0.0.1")
     if lost == "raise":
         assert receivers[0].answer()[1] == "ValueError: cannot load"
         receivers[0].pipe.send(port)
     else:
         receivers[0].process.kill()
-        receivers.append(Receiver(port, info))
+        receivers.append(Receiver(port, manifest))
     again.connect("127.0.0.1", 0, 2)
-    again.send(named, info=info)
+    again.send(named, manifest)
     assert receivers[-1].answer()[0] == "got"
     again.close()
 
 
 def lost_sender(device: str, ports: Connection, how: str) -> None:
     named = weights(device, 1)
-    sender = make_sender(TRANSPORT, device, 60)
+    sender = Sender(TRANSPORT, device, 60)
     ports.send(sender.listen("127.0.0.1"))
     sender.connect("127.0.0.1", 0, 2)
 
@@ -163,7 +165,7 @@ def lost_sender(device: str, ports: Connection, how: str) -> None:
                 os.kill(os.getpid(), signal.Signals[how])
             yield item
 
-    sender.send(until(), info=update_info(named, True, BUFFER))
+    sender.send(until(), Manifest.of(named, True, BUFFER))
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
@@ -173,8 +175,8 @@ def test_sender_lost(device: torch.device, receivers: list[Receiver], how: str) 
     process = context.Process(target=lost_sender, args=(str(device), theirs, how), daemon=True)
     process.start()
     named = weights(device, 1)
-    info = update_info(named, True, BUFFER)
-    receivers.append(Receiver(ours.recv(), info))
+    manifest = Manifest.of(named, True, BUFFER)
+    receivers.append(Receiver(ours.recv(), manifest))
     kind, reason, seconds = receivers[0].answer()
     process.kill()
     process.join()
@@ -182,26 +184,26 @@ def test_sender_lost(device: torch.device, receivers: list[Receiver], how: str) 
     assert kind == "failed"
     assert seconds < TIMEOUT_S + SLACK_S
 
-    sender = make_sender(TRANSPORT, device, 60)
+    sender = Sender(TRANSPORT, device, 60)
     receivers[0].pipe.send(sender.listen("127.0.0.1"))
     sender.connect("127.0.0.1", 0, 2)
-    sender.send(named, info=info)
+    sender.send(named, manifest)
     assert receivers[0].answer()[0] == "got"
     sender.close()
 
 
 def test_not_everyone_comes(device: torch.device) -> None:
-    sender = make_sender(TRANSPORT, device, 1)
+    sender = Sender(TRANSPORT, device, 1)
     with pytest.raises(TransferError, match=r"rank\(s\) \[1, 2\] of 3 did not join"):
         sender.connect("127.0.0.1", 0, 3)
 
 
 def test_sender_refuses_tensors_that_differ_from_the_manifest(device: torch.device, receivers: list[Receiver]) -> None:
     named = weights(device, 1)
-    info = update_info(named, True, BUFFER)
-    sender = make_sender(TRANSPORT, device, 20)
-    receivers.append(Receiver(sender.listen("127.0.0.1"), info))
+    manifest = Manifest.of(named, True, BUFFER)
+    sender = Sender(TRANSPORT, device, 20)
+    receivers.append(Receiver(sender.listen("127.0.0.1"), manifest))
     sender.connect("127.0.0.1", 0, 2)
     with pytest.raises(TransferError, match="sending odd"):
-        sender.send([("odd", torch.zeros(4)), *named[1:]], info=info)
+        sender.send([("odd", torch.zeros(4)), *named[1:]], manifest)
     assert "sending odd" in receivers[0].answer()[1]

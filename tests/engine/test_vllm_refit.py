@@ -180,9 +180,10 @@ def test_without_reset_a_failed_update_would_leave_garbage(engine: Any, versions
 
 
 def test_abort_ends_a_blocked_sender() -> None:
-    from functional.runtime.refit.sender import TransferError, make_sender
+    from functional.engine.errors import TransferError
+    from functional.runtime.refit.source import Sender
 
-    sender = make_sender("gloo", "cpu", 60)
+    sender = Sender("gloo", "cpu", 60)
     sender.listen("127.0.0.1")
     threading.Timer(0.5, sender.abort, ("worker 1 is dead",)).start()
     started = time.monotonic()

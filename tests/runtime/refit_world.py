@@ -7,16 +7,23 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 
+import torch
+
+from functional.engine.errors import NOT_PROVED
+from functional.engine.wire import Manifest, Slot
 from functional.runtime.errors import RefitError, RolloutError, RunError
 from functional.runtime.fleet.control import ControlError, WorkerLostError
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import State
+from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import PROMPTS, ProbeScore
-from functional.runtime.refit.transaction import FleetRefit, SourceLostError
-from functional.runtime.rollout.client import AdmissionGate, Completion
+from functional.runtime.refit.transaction import FleetRefit
+from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.gate import AdmissionGate
 
 VERSION = "get_weight_version"
 UPDATE = "update_weights_from_distributed"
+MANIFEST = Manifest((Slot("w", torch.bfloat16, (1,)),), packed=True)
 
 
 class Unsound(BaseException):
@@ -81,7 +88,6 @@ class World:
         self.gate = AdmissionGate()
         self.instances = 0
         self.group = 0
-        self.selected = 0
         self.sent: int | None = None
         self.source_lost = False
         self.workers = [self.new_worker(index) for index in range(workers)]
@@ -143,9 +149,9 @@ class World:
 
     # the weight source
 
-    def select(self, version: int) -> None:
+    def metadata(self, version: int) -> Manifest:
         self.alive()
-        self.selected = version
+        return MANIFEST
 
     def listen(self, address: str) -> int:
         self.alive()
@@ -155,13 +161,11 @@ class World:
     def connect(self, address: str, port: int, world_size: int) -> None:
         self.alive()
 
-    def update_info(self):
-        return {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[1]], "packed": True, "total_bytes": 2}
+    def proof(self, version: int):
+        self.alive()
+        return {"w": version}
 
-    def expected_proof(self):
-        return {"w": self.selected}
-
-    def send(self) -> None:
+    def send(self, version: int):
         self.assert_sound()
         self.sent = None
         outcome = self.chooser.pick(["ok", "fails", "lost"])
@@ -169,14 +173,15 @@ class World:
         self.alive()
         if outcome == "fails":
             raise RefitError("the send failed")
-        self.sent = self.selected
+        self.sent = version
+        return self.proof(version)
 
     def abort(self, reason: str) -> None:
         self.alive()
 
-    def score(self, completions) -> ProbeScore:
+    def score(self, version: int, completions) -> ProbeScore:
         self.alive()
-        return ProbeScore([float(self.selected)] * len(completions), [self.selected + 5.0] * len(completions))
+        return ProbeScore([float(version)] * len(completions), [version + 5.0] * len(completions))
 
     def alive(self) -> None:
         if self.source_lost:
@@ -245,7 +250,7 @@ class FakeControl:
             self.require(engine.loading, "no reload is under way")
             engine.loading, engine.weights = False, engine.incoming
         elif what == "prove_weights":
-            self.require(engine.weights == body["expected"]["w"], "weights not proved")
+            self.require(engine.weights == body["expected"]["w"], NOT_PROVED)
         if what in ("pause_generation", "flush_cache") and outcome != "silent":
             engine.cache.clear()
         return {"status": "ok", "version": engine.label}

@@ -2,9 +2,12 @@
 
 import itertools
 import math
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
-from refit_world import Chooser, World
+from refit_world import Chooser, Immediately, World
 
 from functional.runtime.errors import InterruptedRunError, RefitError
 from functional.runtime.refit.machine import Event, State
@@ -56,11 +59,11 @@ def test_a_probe_fails_an_attempt_when_it_tells_the_other_version(to_new, to_oth
     world = world_at(0, attempts=2, workers=1)
     rounds = []
 
-    def score(completions):
+    def score(version, completions):
         rounds.append(len(completions))
         if len(rounds) <= (1 if math.isnan(to_new) else 2):  # the other version is told by the second round
             return ProbeScore([1.0 + to_new] * len(completions), [1.0 + to_other] * len(completions))
-        return World.score(world, completions)
+        return World.score(world, version, completions)
 
     world.score = score
     assert world.refit.update(1).attempts == attempts
@@ -77,7 +80,7 @@ def test_a_send_that_fails_once_is_tried_again():
 def test_a_version_that_fails_for_good_leads_back_to_the_one_before():
     class Failing:
         def pick(self, options):
-            return "fails" if "lost" in options and world.selected == 1 else options[0]
+            return "fails" if "lost" in options and world.refit._machine.version == 1 else options[0]
 
     world = world_at(0, attempts=3)
     world.chooser = Failing()
@@ -136,7 +139,7 @@ def test_rollouts_that_do_not_end_keep_admission_shut():
 def test_a_run_told_to_stop_does_not_try_again():
     world = world_at(0, attempts=5)
 
-    def interrupted(completion):
+    def interrupted(version, completions):
         raise InterruptedRunError("stopped by SIGTERM")
 
     world.score = interrupted
@@ -148,10 +151,10 @@ def test_a_run_told_to_stop_does_not_try_again():
 def test_an_unexpected_error_of_the_trainer_is_a_failed_attempt():
     world = world_at(0, attempts=2)
 
-    def broken():
+    def broken(version):
         raise KeyError("names")
 
-    world.update_info = broken
+    world.metadata = broken
     with pytest.raises(RefitError, match="3 attempts failed, the first: KeyError"):
         world.refit.update(1)
     assert not world.gate.is_open
@@ -175,3 +178,53 @@ def test_every_rank_of_a_group_has_one_seat(workers, ranks):
     world_size, offsets = rank_geometry(workers, ranks)
     seats = [0, *(offset + own for offset in offsets for own in range(ranks))]
     assert seats == list(range(world_size))
+
+
+class Hashing(threading.Thread):
+    """A trainer that hashes on after its last tensor has left, until `let` is set or the send is aborted."""
+
+    def __init__(self, world):
+        super().__init__(daemon=True)
+        self.let, self.aborted, self.sent = threading.Event(), [], Future()
+        self.send, world.send = world.send, self.answer
+        world.abort = self.abort
+        world.refit._pool = SimpleNamespace(submit=self.submit)
+
+    def submit(self, action, *arguments):
+        return self.sent if action == self.answer and action(*arguments) else Immediately().submit(action, *arguments)
+
+    def answer(self, version):
+        self.proof = self.send(version)
+        if not self.is_alive():
+            self.start()
+        return True
+
+    def run(self):
+        self.let.wait(10)
+        if self.aborted:
+            self.sent.set_exception(RefitError(self.aborted[0]))
+        else:
+            self.sent.set_result(self.proof)
+
+    def abort(self, reason):
+        self.aborted.append(reason)
+        self.let.set()
+
+
+def test_the_proof_is_waited_for_once_the_workers_have_everything():
+    world = world_at(0)
+    hashing = Hashing(world)
+    steps = []
+    world.refit._on_step = lambda version, name: steps.append(name) or (name == "prove" and hashing.let.set())
+    assert world.refit.update(1).reached
+    assert steps.index("finish") < steps.index("prove")
+    assert hashing.aborted == []
+
+
+def test_a_failed_attempt_ends_the_hashing_of_its_send():
+    world = world_at(0, attempts=1)
+    hashing = Hashing(world)
+    world.engines[0].sticky.add("finish_weight_update")
+    with pytest.raises(RefitError, match="finish_weight_update: refused for good"):
+        world.refit.update(1)
+    assert "finish_weight_update: refused for good" in hashing.aborted[0]

@@ -8,7 +8,7 @@ from refit_world import Chooser, Unsound, World, explore
 from functional.runtime.errors import RefitError
 from functional.runtime.refit.machine import PATH, TABLE, Event, RefitMachine, State
 from functional.runtime.refit.transaction import FleetRefit
-from functional.runtime.rollout.client import AdmissionGate
+from functional.runtime.rollout.gate import AdmissionGate
 
 
 def test_every_state_but_stopped_has_a_way_on_and_every_failure_leads_to_recovery():

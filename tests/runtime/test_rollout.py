@@ -7,7 +7,8 @@ import time
 import pytest
 
 from functional.runtime.errors import RolloutError
-from functional.runtime.rollout.client import AdmissionGate, RolloutClient, Sampling, read_completion
+from functional.runtime.rollout.client import RolloutClient, Sampling, read_completion
+from functional.runtime.rollout.gate import AdmissionGate
 
 REQUEST = "6f1b2b3c-0000-4000-8000-000000000001"
 PROMPT = (5, 6, 7)
@@ -112,7 +113,7 @@ def test_max_tokens_is_cut_to_what_each_prompt_leaves_of_the_context():
     assert [body["max_tokens"] for body in client.bodies] == [4, 4, 3, 2, 1]
     assert [completion.max_tokens for completion in completions] == [4, 4, 3, 2, 1]
     assert [completion.problem for completion in completions] == [None] * 4 + ["2 tokens generated, 1 allowed"]
-    assert asyncio.run(client.complete_on(7, [1] * 14, Sampling(400))).max_tokens == 2
+    assert asyncio.run(client.complete_on(7, [[1] * 14], Sampling(400)))[0].max_tokens == 2
 
 
 @pytest.mark.parametrize(

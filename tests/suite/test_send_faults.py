@@ -1,18 +1,25 @@
 """Faults of a send, as the proof has to see them: each changes what is expected, and nothing else."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from functional.runtime.errors import RefitError  # noqa: E402
-from functional.runtime.refit.source import LocalWeights  # noqa: E402
-from functional.suite.send_faults import SendFault, tampered  # noqa: E402
+from functional.engine.wire import Manifest  # noqa: E402
+from functional.suite.send_faults import FaultyWeights, SendFault, tampered  # noqa: E402
+
+QWEN = SimpleNamespace(architectures=["Qwen3ForCausalLM"])
 
 
 def named():
     generator = torch.Generator().manual_seed(0)
     shapes = {"q": (4, 2), "k": (2, 2), "v": (2, 2), "norm": (4,)}
     return [(n, torch.randn(s, generator=generator).to(torch.bfloat16)) for n, s in shapes.items()]
+
+
+def layout():
+    return Manifest.of(named(), packed=True).slots
 
 
 def sent(kind, after=0):
@@ -38,18 +45,55 @@ def test_skip_and_twice():
     assert [name for name, _ in sent("twice", 3)] == ["q", "k", "v", "norm", "norm"]
 
 
-def test_local_weights_names_what_it_sends_and_refuses_a_version_it_does_not_hold():
-    def weights(version):
-        if version != 7:
-            raise RefitError(f"no version {version}")
-        return iter(named())
+def source():
+    made = FaultyWeights(lambda v: layout(), lambda v: named(), None, QWEN, transport="gloo", device="cpu", timeout_s=1)
+    made._with_sender = lambda act: act(made.wire)
+    made.wire = Wire()
+    return made
 
-    source = LocalWeights(weights, None, None, transport="gloo", device="cpu", timeout_s=1)
-    source.select(7)
-    info = source.update_info()
-    assert info["names"] == ["q", "k", "v", "norm"]
-    assert info["total_bytes"] == 2 * (8 + 4 + 4 + 4)
-    with pytest.raises(RefitError, match="no version 8"):
-        source.select(8)
-    with pytest.raises(RefitError, match="call listen first"):
-        source.send()
+
+class Wire:
+    """A sender that keeps what it is given."""
+
+    def send(self, tensors, manifest):
+        self.packed = manifest.packed
+        self.sent = [(name, tuple(tensor.shape)) for name, tensor in tensors]
+        self.announced = [(slot.name, slot.shape) for slot in manifest.slots]
+
+    def check(self):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["pause", "swap", "flip", "skip", "twice", "old"])
+def test_a_fault_strikes_one_send_whose_manifest_and_proof_fit(kind):
+    weights = source()
+    weights.fault = SendFault(kind, 3, version=2, pause_s=0.0)
+    proof = weights.proof(2)
+    assert weights.send(1) == proof
+    assert weights.wire.packed
+    assert weights.send(2) == proof, "of the true weights, whatever was sent"
+    assert weights.wire.sent == weights.wire.announced
+    assert not weights.wire.packed
+    assert len(weights.wire.sent) == {"skip": 3, "twice": 5}.get(kind, 4)
+    assert weights.fault.times == 0
+    assert weights.send(2) == proof
+    assert weights.wire.packed
+
+
+def test_a_send_that_fails_does_so_as_often_as_told():
+    weights = source()
+    weights.fault = SendFault("fail", 1, times=2)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="injected: the send fails after 1 tensors"):
+            weights.send(1)
+    weights.send(1)
+
+
+def test_old_weights_are_sent_and_proved_as_those_of_the_version_before():
+    asked = []
+    weights = source()
+    weights._weights = lambda version: asked.append(version) or named()
+    weights.fault = SendFault("old")
+    weights.send(7)
+    weights.send(7)
+    assert asked == [6, 7]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from functional.runtime.errors import RefitError
-from functional.runtime.rollout.client import AdmissionGate
+from functional.runtime.rollout.gate import AdmissionGate
 
 
 class State(StrEnum):

@@ -1,35 +1,93 @@
-"""The trainer's side of the proof of weights: what the engine must hold, under the engine's names."""
+"""The engine's names for a checkpoint's tensors, and under them what a proof of weights must find in each engine."""
 
-from collections.abc import Iterable, Iterator
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from functional.engine.proof import prove_all
+from functional.engine.proof import TensorProof, prove_tensor
 from functional.runtime.recipe.architectures import FAMILIES
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+"""Checkpoint name and tensor of each weight."""
+Proof = dict[str, dict[str, Any]]
+"""Engine's parameter name → dtype, shape and sha256, as the engine's `prove_weights` takes it."""
 
 _FUSED = {
     "q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
     "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1),
 }  # fmt: skip
 _PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
+_POLL_S = 0.05
 
 
-def expected_proof(named_tensors: Iterable[tuple[str, Tensor]], config: Any) -> dict[str, dict[str, Any]]:
-    """What `prove_weights` must find after these tensors (checkpoint names, as sent) were loaded.
+def expected_proof(named: NamedTensors, config: Any) -> Proof:
+    """What `prove_weights` must find after these tensors were loaded. Raises as `ExpectedProof` does."""
+    with ExpectedProof(config) as expected:
+        for name, tensor in named:
+            expected.add(name, tensor)
+        return expected.result()
 
-    `config` is the model's Hugging Face configuration: its architecture decides the names, tied embeddings drop
-    `lm_head`. Every byte is hashed. Raises ValueError for an unknown architecture, a name given twice, or a fused
-    parameter of which a part is missing.
+
+class ExpectedProof:
+    """Hashes tensors in threads of its own as they are added, so that whoever sends them does not wait for it.
+
+    A tensor is kept until it is hashed, and must not change until then. Every byte is hashed.
     """
-    architecture = next(iter(getattr(config, "architectures", None) or ["none"]))
-    if architecture not in FAMILIES:
-        raise ValueError(f"no proof for architecture {architecture}, only for {', '.join(sorted(FAMILIES))}")
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    proofs = prove_all(
-        _fuse((name, tensor) for name, tensor in named_tensors if not (tied and name == "lm_head.weight"))
-    )
-    return {name: proof.as_dict() for name, proof in proofs.items()}
+
+    def __init__(self, config: Any) -> None:
+        """`config` is the model's Hugging Face configuration: its architecture decides the names, tied embeddings drop
+        `lm_head`. Raises ValueError for an unknown architecture."""
+        architecture = next(iter(getattr(config, "architectures", None) or ["none"]))
+        if architecture not in FAMILIES:
+            raise ValueError(f"no proof for architecture {architecture}, only for {', '.join(sorted(FAMILIES))}")
+        self._is_tied = bool(getattr(config, "tie_word_embeddings", False))
+        self._parts: dict[str, dict[int, Tensor]] = {}
+        self._proofs: dict[str, Future[TensorProof]] = {}
+        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="proof")
+
+    def watch(self, named: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors, each added as it is taken."""
+        for name, tensor in named:
+            self.add(name, tensor)
+            yield name, tensor
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take in a tensor under its checkpoint name. Raises ValueError for a name given twice."""
+        if self._is_tied and name == "lm_head.weight":
+            return
+        target, part, count = engine_name(name)
+        parts = self._parts.setdefault(target, {})
+        if target in self._proofs or part in parts:
+            raise ValueError(f"{name} was given twice")
+        parts[part] = tensor
+        if len(parts) == count:
+            del self._parts[target]
+            self._proofs[target] = _submit(self._pool, [parts[index] for index in range(count)])
+
+    def result(self, timeout_s: float | None = None, check: Callable[[], None] = lambda: None) -> Proof:
+        """The proof, once all is hashed; `check` is called meanwhile, and may raise.
+
+        Raises ValueError for a fused parameter of which a part is missing, TimeoutError after `timeout_s`.
+        """
+        if self._parts:
+            raise ValueError(f"parts of {next(iter(self._parts))} are missing")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while left := wait(self._proofs.values(), _POLL_S).not_done:
+            check()
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{len(left)} of {len(self._proofs)} parameters not hashed within {timeout_s:g} s")
+        return {name: proof.result().as_dict() for name, proof in self._proofs.items()}
+
+    def __enter__(self) -> "ExpectedProof":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def engine_name(name: str) -> tuple[str, int, int]:
@@ -40,18 +98,16 @@ def engine_name(name: str) -> tuple[str, int, int]:
     return f"{parent}.{fused}.{kind}" if parent else f"{fused}.{kind}", part, _PARTS.get(fused, 1)
 
 
-def _fuse(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, list[Tensor]]]:
-    waiting: dict[str, dict[int, Tensor]] = {}
-    finished = set()
-    for name, tensor in named:
-        target, part, count = engine_name(name)
-        parts = waiting.setdefault(target, {})
-        if target in finished or part in parts:
-            raise ValueError(f"{name} was given twice")
-        parts[part] = tensor
-        if len(parts) == count:
-            finished.add(target)
-            yield target, [parts[index] for index in range(count)]
-            del waiting[target]
-    if waiting:
-        raise ValueError(f"parts of {next(iter(waiting))} are missing")
+def _submit(pool: ThreadPoolExecutor, parts: list[Tensor]) -> "Future[TensorProof]":
+    """Hash in the pool, once what makes the tensors has run."""
+    device = parts[0].device
+    if device.type != "cuda":
+        return pool.submit(prove_tensor, *parts)
+    made = torch.cuda.Event()
+    made.record(torch.cuda.current_stream(device))
+    return pool.submit(_prove_once_made, made, parts)
+
+
+def _prove_once_made(made: Any, parts: list[Tensor]) -> TensorProof:
+    torch.cuda.current_stream(parts[0].device).wait_event(made)
+    return prove_tensor(*parts)

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from functional.engine.wire import Manifest
 from functional.runtime.errors import RefitError
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import Transition
+from functional.runtime.refit.names import Proof
 from functional.runtime.refit.probe import ProbeScore, Reading
 from functional.runtime.rollout.client import Completion
 
@@ -18,11 +20,12 @@ class SourceLostError(RefitError):
 class WeightSource(Protocol):
     """The trainer's side of an update; an implementation may sit in another process.
 
-    Any call may raise RefitError for a failure that can be tried again, SourceLostError for one that cannot.
+    Any call may raise RefitError for a failure that can be tried again, SourceLostError for one that cannot. A version
+    that is not held is a RefitError.
     """
 
-    def select(self, version: int) -> None:
-        """The calls below speak of this version's weights from now on. Raises RefitError when they are not held."""
+    def metadata(self, version: int) -> Manifest:
+        """Names, dtypes, shapes and packing of what `send` sends, in its order, without going through the tensors."""
 
     def listen(self, address: str) -> int:
         """Drop any old transfer group, bind a rendezvous on `address` and return its port."""
@@ -30,21 +33,20 @@ class WeightSource(Protocol):
     def connect(self, address: str, port: int, world_size: int) -> None:
         """Join the transfer group as rank 0; returns when all have joined."""
 
-    def update_info(self) -> dict[str, Any]:
-        """Names, dtypes, shapes and packing of what `send` sends, as the engine's update call takes them, and
-        `total_bytes`."""
+    def send(self, version: int) -> Proof:
+        """Send every tensor, and return what each engine must hold afterwards. Has its own deadlines.
 
-    def expected_proof(self) -> dict[str, Any]:
-        """What each engine must hold afterwards: engine parameter name → dtype, shape, sha256."""
+        Goes through the tensors once, hashing beside the sending: the workers may have all of them before it returns.
+        """
 
-    def send(self) -> None:
-        """Send every tensor. Has its own deadline."""
+    def proof(self, version: int) -> Proof:
+        """What an engine with this version's weights holds, of which none is sent."""
 
     def abort(self, reason: str) -> None:
         """Make a blocked `connect` or `send` of another thread raise."""
 
-    def score(self, completions: Sequence[Completion]) -> ProbeScore:
-        """Log-probs of the completions' tokens, one after the other, under the selected version and the other held."""
+    def score(self, version: int, completions: Sequence[Completion]) -> ProbeScore:
+        """Log-probs of the completions' tokens, one after the other, under this version and the other one held."""
 
 
 class Probe(Protocol):

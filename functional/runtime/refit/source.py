@@ -1,31 +1,31 @@
-"""The weight source of a trainer that has its weights in this process: a version in, named tensors out."""
+"""The weight source of a trainer that has its weights in this process, and the sender that it sends them with."""
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from functional.engine.errors import TransferError
+from functional.engine.gloo import GlooGroup
+from functional.engine.group import Group, Rendezvous
+from functional.engine.nccl import NcclGroup
+from functional.engine.transports import BACKENDS
+from functional.engine.wire import DEFAULT_TIMEOUT_S, Manifest, Slot, send
 from functional.runtime.errors import RefitError
-from functional.runtime.refit.names import expected_proof
+from functional.runtime.refit.names import ExpectedProof, NamedTensors, Proof, expected_proof
 from functional.runtime.refit.probe import ProbeScore
-from functional.runtime.refit.sender import Sender, make_sender, update_info
 from functional.runtime.rollout.client import Completion
 
-NamedTensors = Iterable[tuple[str, Tensor]]
+T = TypeVar("T")
 
 
 class LocalWeights:
-    """A `WeightSource`. Tensors are taken from the iterator one by one, each time anew: none is kept.
-
-    packed: many small tensors travel in one buffer.
-    """
-
-    packed = True
+    """A `WeightSource`. An update goes through the tensors once: each is sent, and hashed beside that."""
 
     def __init__(
         self,
+        layout: Callable[[int], Iterable[Slot]],
         weights: Callable[[int], NamedTensors],
         score: Callable[[int, Sequence[Completion]], ProbeScore],
         config: Any,
@@ -34,57 +34,44 @@ class LocalWeights:
         device: torch.device | str,
         timeout_s: float,
     ) -> None:
-        """weights: version → (checkpoint name, bfloat16 tensor) of every weight, always in the same order; raises
-        RefitError for a version it does not hold. score: as `WeightSource.score`, under the given version.
+        """layout: version → checkpoint name, dtype and shape of every weight, without a tensor; raises RefitError for a
+        version that is not held. weights: version → (checkpoint name, bfloat16 tensor) of the same, in the same order;
+        a tensor must not change until the call that asked for it has returned. score: as `WeightSource.score`.
 
-        config: the model's Hugging Face configuration; transport: gloo or nccl.
+        config: the model's Hugging Face configuration; transport: gloo or nccl; timeout_s: of each wait.
         """
+        self._layout = layout
         self._weights = weights
         self._score = score
         self._config = config
         self._transport = transport
         self._device = device
         self._timeout_s = timeout_s
-        self._version = 0
         self._sender: Sender | None = None
 
-    def select(self, version: int) -> None:
-        self._weights(version)
-        self._version = version
-
-    def update_info(self) -> dict[str, Any]:
-        total = 0
-
-        def counted() -> NamedTensors:
-            nonlocal total
-            for name, tensor in self._on_wire():
-                total += tensor.numel() * tensor.element_size()
-                yield name, tensor
-
-        info = update_info(counted(), self.packed)
-        return info | {"total_bytes": total}
-
-    def expected_proof(self) -> dict[str, Any]:
-        return expected_proof(self._weights(self._version), self._config)
+    def metadata(self, version: int) -> Manifest:
+        return Manifest(tuple(self._layout(version)), packed=True)
 
     def listen(self, address: str) -> int:
         self.close()
-        self._sender = make_sender(self._transport, self._device, self._timeout_s)
+        self._sender = Sender(self._transport, self._device, self._timeout_s)
         return self._sender.listen(address)
 
     def connect(self, address: str, port: int, world_size: int) -> None:
-        self._attempt(lambda sender: sender.connect(address, port, world_size))
+        self._with_sender(lambda sender: sender.connect(address, port, world_size))
 
-    def send(self) -> None:
-        info = update_info(self._on_wire(), self.packed)
-        self._attempt(lambda sender: sender.send(self._sending(self._on_wire()), self.packed, info))
+    def send(self, version: int) -> Proof:
+        return self._send(self.metadata(version), self._weights(version))
+
+    def proof(self, version: int) -> Proof:
+        return expected_proof(self._weights(version), self._config)
 
     def abort(self, reason: str) -> None:
         if self._sender is not None:
             self._sender.abort(reason)
 
-    def score(self, completions: Sequence[Completion]) -> ProbeScore:
-        return self._score(self._version, completions)
+    def score(self, version: int, completions: Sequence[Completion]) -> ProbeScore:
+        return self._score(version, completions)
 
     def close(self) -> None:
         """Let the transfer group go. Harmless when repeated."""
@@ -92,18 +79,102 @@ class LocalWeights:
             self._sender.close()
             self._sender = None
 
-    def _on_wire(self) -> NamedTensors:
-        """What is announced and sent; a fault test tampers with it."""
-        return self._weights(self._version)
+    def _send(
+        self,
+        manifest: Manifest,
+        named: NamedTensors,
+        on_wire: Callable[[NamedTensors], NamedTensors] = lambda named: named,
+    ) -> Proof:
+        """Send and hash `named`; `on_wire` makes of them what is sent, and a fault test tampers there.
 
-    def _sending(self, named: NamedTensors) -> NamedTensors:
-        """Wraps the tensors while they are sent; a fault test fails or waits in it."""
-        return named
+        The transfer and the rest of the hashing have a deadline each: a large model's hash takes longer than its way.
+        """
 
-    def _attempt(self, action: Callable[[Sender], Any]) -> None:
+        def act(sender: Sender) -> Proof:
+            with ExpectedProof(self._config) as expected:
+                sender.send(on_wire(expected.watch(named)), manifest)
+                return expected.result(self._timeout_s, sender.check)
+
+        return self._with_sender(act)
+
+    def _with_sender(self, action: "Callable[[Sender], T]") -> T:
         if self._sender is None:
             raise RefitError("trainer: no transfer group, call listen first")
         try:
-            action(self._sender)
-        except TransferError as error:
+            return action(self._sender)
+        except (TransferError, TimeoutError) as error:
             raise RefitError(f"trainer: {type(error).__name__}: {error}") from error
+
+
+class Sender:
+    """The trainer's end of a transfer: rank 0 of a group with every worker, with a deadline on each wait.
+
+    Forms a group, sends, is thrown away after the first failure. The workers' `init_weights_update_group` and
+    `update_weights` calls must run while `connect` and `send` do: each side waits for the other.
+    """
+
+    def __init__(self, transport: str, device: torch.device | str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """`transport` is the recipe's (gloo, nccl); `device` the trainer's (nccl sends from there)."""
+        if transport not in BACKENDS:
+            raise ValueError(f"transport {transport!r} is not one of {', '.join(BACKENDS)}")
+        self._transport = transport
+        self._device = torch.device(device)
+        self._timeout_s = timeout_s
+        self._rendezvous: Rendezvous | None = None
+        self._group: Group | None = None
+        self._aborted: str | None = None
+        self._lock = threading.Lock()
+
+    def listen(self, address: str, port: int = 0) -> int:
+        """Open the rendezvous on `address`; returns its port, for the workers' `init_info`."""
+        self._rendezvous = Rendezvous(address, port, self._timeout_s)
+        return self._rendezvous.port
+
+    def connect(self, address: str, port: int, world_size: int) -> None:
+        """Form the group of this sender and `world_size - 1` workers.
+
+        Raises TransferTimeout naming the ranks that did not come, TransferError for one that failed.
+        """
+        if self._rendezvous is None:
+            self.listen(address, port)
+        assert self._rendezvous is not None
+        group = self._new_group(self._rendezvous, world_size)
+        with self._lock:
+            self._group = group
+            if self._aborted is not None:
+                group.abort(self._aborted)
+        group.form(self._timeout_s)
+
+    def send(self, named: NamedTensors, manifest: Manifest) -> None:
+        """Send every tensor, each taken once, to every worker; returns when the last byte has left.
+
+        Raises TransferTimeout, or TransferError, also for tensors that differ from the manifest; the group is then
+        broken.
+        """
+        if self._group is None:
+            raise TransferError("send: connect first")
+        send(self._group, manifest, named, self._timeout_s)
+
+    def abort(self, reason: str) -> None:
+        """From another thread, when a worker is known to be lost: ends a blocked `send` with TransferError."""
+        with self._lock:
+            self._aborted = reason
+            if self._group is not None:
+                self._group.abort(reason)
+
+    def check(self) -> None:
+        """Raises TransferError once aborted."""
+        if self._aborted is not None:
+            raise TransferError(self._aborted)
+
+    def close(self) -> None:
+        """Let the group and the rendezvous go, once the workers' update calls have returned. Harmless when repeated."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+        self._rendezvous = None
+
+    def _new_group(self, rendezvous: Rendezvous, world_size: int) -> Group:
+        if self._transport == "gloo":
+            return GlooGroup(rendezvous.store, 0, world_size, rendezvous.address)
+        return NcclGroup(rendezvous.store, 0, world_size, self._device)

@@ -10,14 +10,17 @@ when that fails too. docs/refit.md has the states as a diagram and the interface
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from functional.engine.errors import NOT_PROVED
+from functional.engine.wire import Manifest
 from functional.runtime.errors import InterruptedRunError, RefitError, RunError
 from functional.runtime.fleet.control import ControlError, WorkerLostError
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import Event, RefitMachine, State, Transition
+from functional.runtime.refit.names import Proof
 from functional.runtime.refit.parts import (
     Probe,
     ProbeVerdict,
@@ -27,17 +30,14 @@ from functional.runtime.refit.parts import (
     SourceLostError,
     WeightSource,
 )
-from functional.runtime.refit.probe import Finding, Noise, ProbeScore, Sighting, judge
-from functional.runtime.rollout.client import AdmissionGate, Completion
-
-__all__ = ["FleetRefit", "ProbeScore", "RefitResult", "SourceLostError", "WeightSource"]
+from functional.runtime.refit.probe import Finding, Noise, Sighting, judge
+from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.gate import AdmissionGate
 
 T = TypeVar("T")
 GRACE_S = 10.0
 """How much longer than the engine's own deadline a control call waits before its worker counts as dead."""
 ROLL_CALL_S = 10.0
-REFUSED = "weights not proved"
-"""How `functional.engine.proof.refuse` begins."""
 
 
 class FleetRefit:
@@ -79,6 +79,8 @@ class FleetRefit:
         self._on_step = on_step
         self._pool = pool or ThreadPoolExecutor(max_workers=len(workers) + 1, thread_name_prefix="refit")
         self._machine = RefitMachine(gate, on_transition)
+        self._manifest: Manifest
+        self._sent: Future[Proof] | None = None
         self._grouped = False
         self._lost: dict[int, str] = {}
         self._warmed: dict[int, int] = {}  # instance → cached tokens its probe had before the clear
@@ -96,6 +98,12 @@ class FleetRefit:
     @property
     def state(self) -> State:
         return self._machine.state
+
+    @property
+    def _target(self) -> int:
+        """The version being brought about."""
+        assert self._machine.version is not None
+        return self._machine.version
 
     @property
     def log(self) -> list[Transition]:
@@ -145,13 +153,12 @@ class FleetRefit:
         Returns the refusal of the first worker that answers. Raises RefitError if it accepts, which would make every
         proof worthless, or if none answers.
         """
-        self._source.select(version)
-        expected, silent = self._source.expected_proof(), []
+        expected, silent = self._source.proof(version), []
         for worker in self.workers:
             try:
                 self._rpc(worker, "prove_weights", expected=expected, allow_unpaused=True)
             except RunError as refusal:
-                if REFUSED in str(refusal):
+                if NOT_PROVED in str(refusal):
                     return str(refusal)
                 silent.append(str(refusal))  # a dead worker refuses nothing
             else:
@@ -198,13 +205,18 @@ class FleetRefit:
     def _attempt(self, version: int, result: RefitResult) -> None:
         result.phases.clear()
         result.probes.clear()
-        self._source.select(version)
-        while self.state is not State.SERVING:
-            self._actions[self.state](result)
-            if self.state is State.PROBING:
-                self.version = result.version = version
-                self._warmed.clear()
-            self._machine.fire(Event.DONE)
+        self._manifest = self._source.metadata(version)  # a version that is not held fails before a worker is touched
+        self._sent = None
+        try:
+            while self.state is not State.SERVING:
+                self._actions[self.state](result)
+                if self.state is State.PROBING:
+                    self.version = result.version = version
+                    self._warmed.clear()
+                self._machine.fire(Event.DONE)
+        except Exception as error:
+            self._end_send(one_line(error))
+            raise
 
     def _recover(self, lost: Mapping[int, str], result: RefitResult, following: int | None = None) -> None:
         """Replace the lost workers and forget the group; the machine stands ready for the next attempt, or stopped."""
@@ -245,8 +257,7 @@ class FleetRefit:
             self._on_all(lambda w: w.control.call("pause_generation", {"mode": "wait", "clear_cache": True}))
 
     def _send(self, result: RefitResult) -> None:
-        info = self._source.update_info()
-        result.bytes_sent, result.tensors = info.pop("total_bytes"), len(info["names"])
+        result.bytes_sent, result.tensors = self._manifest.nbytes, len(self._manifest.slots)
         if not self._grouped:
             with self._step("form group", result):
                 self._form_group()
@@ -254,13 +265,14 @@ class FleetRefit:
             self._on_all(lambda w: self._rpc(w, "reset_reload"))
             self._on_all(lambda w: self._rpc(w, "start_weight_update", is_checkpoint_format=True))
         with self._step("transfer", result):
-            self._transfer(info)
+            self._transfer()
         with self._step("finish", result):
             self._on_all(lambda w: self._rpc(w, "finish_weight_update"))
 
     def _prove(self, result: RefitResult) -> None:
         with self._step("prove", result):
-            proof = self._source.expected_proof()
+            assert self._sent is not None
+            proof = self._sent.result()  # the trainer may be hashing still
             self._on_all(lambda w: self._rpc(w, "prove_weights", expected=proof))
             result.proved = len(proof)
 
@@ -269,7 +281,7 @@ class FleetRefit:
             self._on_all(lambda w: w.control.call("flush_cache"))
 
     def _commit(self, result: RefitResult) -> None:
-        label = str(self._machine.version)
+        label = str(self._target)
         with self._step("commit", result):
             self._on_all(lambda w: w.control.engine_rpc("commit_version", label))
             self._on_all(lambda w: check_label(w, label))
@@ -288,7 +300,7 @@ class FleetRefit:
 
     @contextmanager
     def _step(self, name: str, result: RefitResult) -> Iterator[None]:
-        self._on_step(self._machine.version or 0, name)
+        self._on_step(self._target, name)
         began = time.monotonic()
         yield
         result.phases[name] = time.monotonic() - began
@@ -341,17 +353,28 @@ class FleetRefit:
             body = {"engine_rpc": "init_weight_transfer_engine", "init_info": init_info}
             worker.control.call("init_weights_update_group", body, self._timeout_s + GRACE_S)
 
-        self._with_workers(joined, join)
+        self._beside(joined, join)
+        joined.result()
         self._grouped = True
 
-    def _transfer(self, info: dict[str, Any]) -> None:
-        sent = self._pool.submit(self._source.send)
-        update_info = {**info, "timeout_s": self._timeout_s}
-        self._with_workers(
-            sent, lambda w: self._rpc(w, "update_weights", update_info=update_info, timeout_s=self._timeout_s + GRACE_S)
+    def _transfer(self) -> None:
+        """Until every worker has every tensor; the trainer may be hashing them still."""
+        update_info = {**self._manifest.info(), "timeout_s": self._timeout_s}
+        patience_s = self._timeout_s + GRACE_S
+        self._sent = self._pool.submit(self._source.send, self._target)
+        self._beside(
+            self._sent, lambda w: self._rpc(w, "update_weights", update_info=update_info, timeout_s=patience_s)
         )
+        if self._sent.done():
+            self._sent.result()
 
-    def _with_workers(self, own: "Future[None]", action: Callable[[Worker], None]) -> None:
+    def _end_send(self, reason: str) -> None:
+        """A failed attempt's send must not reach into the next attempt."""
+        if self._sent is not None and not self._sent.done():
+            self._source.abort(reason)
+            wait([self._sent])
+
+    def _beside(self, own: "Future[Any]", action: Callable[[Worker], None]) -> None:
         """Run `action` on every worker beside the trainer's own part; a failed side ends the other's wait."""
         try:
             self._on_all(action)
@@ -360,7 +383,6 @@ class FleetRefit:
             if isinstance(cause := own.exception(), SourceLostError):
                 raise cause from error
             raise
-        own.result()
 
     def _judge(self, worker: Worker, completions: Sequence[Completion]) -> tuple[ProbeVerdict, list[Sighting]]:
         """The verdict on a worker, and the tokens it rests on."""
@@ -382,7 +404,7 @@ class FleetRefit:
         for completion in completions:
             if completion.problem:
                 raise RefitError(f"worker {worker.index}: probe after the update: {completion.problem}")
-        score = self._source.score(completions)
+        score = self._source.score(self._target, completions)
         engine = [value for completion in completions for value in completion.logprobs]
         other = score.previous if score.previous is not None else [None] * len(engine)
         sightings = [Sighting(*values) for values in zip(engine, score.current, other, strict=True)]

@@ -1,4 +1,4 @@
-"""Token-ID completions through the Dynamo frontend, each validated, and the gate that keeps updates and rollouts apart.
+"""Token-ID completions through the Dynamo frontend, each validated.
 
 Request and answer follow Dynamo 1.3.0.post1: `POST /v1/completions` with token IDs, `nvext.extra_fields`, and the
 answer's `nvext.engine_data`. `x-dynamo-request-id` (a UUID) sets the request's ID; the answer's `id` is `cmpl-<uuid>`.
@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import math
 import random
-import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import httpx
 
 from functional.runtime.errors import RolloutError
 from functional.runtime.recipe.argv import SERVED_MODEL
+from functional.runtime.rollout.gate import AdmissionGate
 from functional.runtime.rollout.requests import Attempt, Outcome, RequestJournal
 
 RETRIED_STATUS = frozenset({408, 429, *range(500, 600)})
@@ -73,50 +73,6 @@ class Completion:
     timing: dict[str, Any] = field(default_factory=dict)
     max_tokens: int = 0
     truncated: bool = False
-
-
-class AdmissionGate:
-    """Lets rollouts in while open; `close_and_drain` shuts it and waits until none is under way.
-
-    Thread-safe; a refit closes it from another thread than the one that generates.
-    """
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._open = True
-        self._inside = 0
-
-    @property
-    def is_open(self) -> bool:
-        return self._open
-
-    def enter(self) -> None:
-        """Count one rollout in. Raises RolloutError while the gate is shut."""
-        with self._condition:
-            if not self._open:
-                raise RolloutError("rollout refused: admission is shut (an update is under way or has failed)")
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._condition:
-            self._inside -= 1
-            self._condition.notify_all()
-
-    def shut(self) -> None:
-        """Let nobody in any more; whoever is inside stays."""
-        with self._condition:
-            self._open = False
-
-    def close_and_drain(self, timeout_s: float) -> None:
-        """Shut the gate and wait for the rollouts inside. Raises RolloutError at the deadline; the gate stays shut."""
-        with self._condition:
-            self._open = False
-            if not self._condition.wait_for(lambda: self._inside == 0, timeout_s):
-                raise RolloutError(f"{self._inside} rollouts still under way {timeout_s:g} s after admission was shut")
-
-    def reopen(self) -> None:
-        with self._condition:
-            self._open = True
 
 
 class RolloutClient:

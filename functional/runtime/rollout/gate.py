@@ -1,0 +1,49 @@
+"""The admission gate, which keeps rollouts and policy updates apart."""
+
+import threading
+
+from functional.runtime.errors import RolloutError
+
+
+class AdmissionGate:
+    """Lets rollouts in while open; `close_and_drain` shuts it and waits until none is under way.
+
+    Thread-safe; a refit closes it from another thread than the one that generates.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._open = True
+        self._inside = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def enter(self) -> None:
+        """Count one rollout in. Raises RolloutError while the gate is shut."""
+        with self._condition:
+            if not self._open:
+                raise RolloutError("rollout refused: admission is shut (an update is under way or has failed)")
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._condition:
+            self._inside -= 1
+            self._condition.notify_all()
+
+    def shut(self) -> None:
+        """Let nobody in any more; whoever is inside stays."""
+        with self._condition:
+            self._open = False
+
+    def close_and_drain(self, timeout_s: float) -> None:
+        """Shut the gate and wait for the rollouts inside. Raises RolloutError at the deadline; the gate stays shut."""
+        with self._condition:
+            self._open = False
+            if not self._condition.wait_for(lambda: self._inside == 0, timeout_s):
+                raise RolloutError(f"{self._inside} rollouts still under way {timeout_s:g} s after admission was shut")
+
+    def reopen(self) -> None:
+        with self._condition:
+            self._open = True

@@ -1,0 +1,175 @@
+"""What becomes of a batch when some of its requests are lost: the others are kept, and those are named."""
+
+import asyncio
+
+import pytest
+
+from functional.runtime.errors import ProcessDiedError, RolloutError
+from functional.runtime.rollout import generation
+from functional.runtime.rollout.client import Completion, RolloutClient, Sampling
+from functional.runtime.rollout.gate import AdmissionGate
+from functional.runtime.rollout.generation import generate
+
+SAMPLING = Sampling(4)
+
+
+class Lossy(RolloutClient):
+    """Answers at once, but loses prompts that begin with 9 and never answers those that begin with 8."""
+
+    def __init__(self, gate):
+        super().__init__("http://127.0.0.1:1", gate, 10, 100, 1)
+        self.asked = []
+
+    async def _complete(self, http, prompt, sampling, instance_id, purpose):
+        self.asked.append(tuple(prompt))
+        if prompt[0] == 9:
+            raise RolloutError("lost")
+        if prompt[0] == 8:
+            await asyncio.sleep(60)
+        return Completion("r", tuple(prompt), (1,), (-1.0,), 1, 0, None, 0.0, 0.0, None)
+
+
+def complete(prompts, give_up_after=None):
+    gate = AdmissionGate()
+
+    async def run():
+        given_up = asyncio.Event()
+        if give_up_after is not None:
+            asyncio.get_running_loop().call_later(give_up_after, given_up.set)
+        return await Lossy(gate).complete_each(prompts, SAMPLING, given_up)
+
+    outcomes = asyncio.run(run())
+    gate.close_and_drain(0)  # raises when one is still inside
+    return outcomes
+
+
+def test_a_lost_request_ends_no_other():
+    first, lost, last = complete([(1,), (9,), (2,)])
+    assert (first.prompt_token_ids, last.prompt_token_ids) == ((1,), (2,))
+    assert str(lost) == "lost"
+
+
+def test_what_is_under_way_when_all_is_given_up_is_lost_and_what_was_answered_is_kept():
+    answered, hanging = complete([(1,), (8,)], give_up_after=0.05)
+    assert answered.prompt_token_ids == (1,)
+    assert "given up" in str(hanging)
+
+
+class Fleet:
+    """Workers of which as many are lost as `lost` says at each look, the last for good."""
+
+    def __init__(self, workers=2, lost=(0,)):
+        self.workers = list(range(workers))
+        self.lost = list(lost)
+
+    def lost_workers(self):
+        return self.workers[: self.lost.pop(0) if len(self.lost) > 1 else self.lost[0]]
+
+    def check_control_plane(self):
+        pass
+
+
+class Batches(Lossy):
+    """Gives the outcomes of one batch after the other, and keeps what it was asked for."""
+
+    def __init__(self, *batches):
+        super().__init__(AdmissionGate())
+        self.batches = list(batches)
+
+    async def complete_each(self, prompts, sampling, given_up):
+        self.asked.append(list(prompts))
+        return self.batches.pop(0)
+
+
+class Recovery:
+    """What a refit gives to `generate`, and what of it was called."""
+
+    def __init__(self, found=None, can=True):
+        self.found, self.told, self.whole = found or {}, [], 0
+        self.given = {"find_lost": self.find_lost, "make_whole": self.make_whole if can else None}
+
+    def find_lost(self):
+        self.told.append("roll call")
+        return self.found
+
+    def make_whole(self):
+        self.whole += 1
+
+    def generate(self, client, fleet):
+        told = {"on_lost": lambda index, error: self.told.append((index, str(error)))}
+        return generate(client, fleet, [(1,), (2,)], SAMPLING, **self.given, **told)
+
+
+def sample(attempt=1):
+    return Completion("r", (1,), (1,), (-1.0,), 1, 0, None, 0.0, 0.0, None, attempt)
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch):
+    monkeypatch.setattr(generation, "DYING_S", 0)
+
+
+def test_lost_samples_alone_are_generated_again_with_attempt_raised():
+    recovery, client = Recovery(), Batches([sample(), RolloutError("lost")], [sample(2)])
+    completions = recovery.generate(client, Fleet(lost=[1]))
+    assert [completion.attempt for completion in completions] == [1, 3]
+    assert client.asked == [[(1,), (2,)], [(2,)]]
+    assert (recovery.whole, recovery.told) == (1, [(1, "lost")])
+
+
+def test_they_are_generated_again_once_only():
+    recovery, client = Recovery(), Batches([sample(), RolloutError("lost")], [RolloutError("lost again")])
+    with pytest.raises(RolloutError, match="lost again"):
+        recovery.generate(client, Fleet(lost=[1]))
+    assert recovery.whole == 1
+
+
+def test_where_nothing_is_lost_nobody_is_asked():
+    recovery = Recovery()
+    assert len(recovery.generate(Batches([sample(), sample()]), Fleet())) == 2
+    assert (recovery.whole, recovery.told) == (0, [])
+
+
+def test_a_request_that_failed_on_a_whole_fleet_is_an_error():
+    recovery = Recovery()
+    with pytest.raises(RolloutError, match="lost"):
+        recovery.generate(Batches([sample(), RolloutError("lost")]), Fleet())
+    assert (recovery.whole, recovery.told) == (0, [(1, "lost"), "roll call"])
+
+
+def test_a_worker_whose_processes_live_counts_as_lost_by_the_roll_call():
+    recovery = Recovery(found={1: "no answer"})
+    assert len(recovery.generate(Batches([sample(), RolloutError("lost")], [sample()]), Fleet())) == 2
+    assert recovery.whole == 1
+
+
+def test_a_worker_may_take_a_while_to_die(monkeypatch):
+    monkeypatch.setattr(generation, "DYING_S", 60)
+    recovery = Recovery()
+    recovery.generate(Batches([sample(), RolloutError("lost")], [sample()]), Fleet(lost=[0, 0, 0, 1]))
+    assert (recovery.whole, recovery.told) == (1, [(1, "lost")])
+
+
+def test_without_a_version_to_go_to_the_loss_is_an_error():
+    recovery = Recovery(can=False)
+    with pytest.raises(RolloutError, match="lost"):
+        recovery.generate(Batches([sample(), RolloutError("lost")]), Fleet(lost=[1]))
+
+
+def test_once_every_worker_is_lost_the_rest_is_given_up(monkeypatch):
+    monkeypatch.setattr(generation, "WATCH_INTERVAL_S", 0.05)
+    outcomes = generation.complete_under_watch(Lossy(AdmissionGate()), Fleet(lost=[0, 1, 2]), [(1,), (8,)], SAMPLING)
+    assert outcomes[0].token_ids == (1,)
+    assert "given up" in str(outcomes[1])
+
+
+def test_a_process_that_nothing_replaces_ends_the_batch(monkeypatch):
+    def died():
+        raise ProcessDiedError("etcd ended")
+
+    fleet = Fleet()
+    fleet.check_control_plane = died
+    gate = AdmissionGate()
+    with pytest.raises(ProcessDiedError, match="etcd"):
+        generation.complete_under_watch(Lossy(gate), fleet, [(8,)], SAMPLING)
+    gate.close_and_drain(0)

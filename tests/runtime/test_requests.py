@@ -1,0 +1,70 @@
+"""The journal of requests, and its join with the workers' logs: each way in which they may not fit has its list."""
+
+import json
+import uuid
+
+import pytest
+
+from functional.runtime.rollout.requests import Attempt, RequestJournal, join, received_requests
+
+FIRST, SECOND, THIRD = (str(uuid.UUID(int=number)) for number in (1, 2, 3))
+
+
+def attempt(request_id, outcome="accepted", sample="s1"):
+    return Attempt(request_id, sample, "rollout", 1, outcome, None, 1.0, 2.0)
+
+
+def line(request_id, endpoint="generate"):
+    return f'\x1b[2mINFO\x1b[0m request received request_id={request_id} worker=7 endpoint="{endpoint}"\n'
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "worker-0.log"
+
+    def write(*request_ids):
+        path.write_text("starting\n" + "".join(map(line, request_ids)))
+        return [path]
+
+    return write
+
+
+def test_the_journal_keeps_every_attempt_on_disk_as_it_is_added(tmp_path):
+    journal = RequestJournal(tmp_path / "requests.jsonl")
+    journal.add(attempt(FIRST))
+    journal.add(attempt(SECOND, "retried"))
+    kept = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    assert [(one["request_id"], one["outcome"]) for one in kept] == [(FIRST, "accepted"), (SECOND, "retried")]
+    assert [one.request_id for one in journal.attempts] == [FIRST, SECOND]
+    journal.close()
+
+
+def test_requests_that_were_answered_and_logged_once_are_one_to_one(log):
+    found = join(
+        [attempt(FIRST), attempt(SECOND, "retried", "s2"), attempt(THIRD, "rejected", "s2")], log(FIRST, THIRD)
+    )
+    assert found.is_one_to_one
+    assert (found.sent, found.logged) == ({"accepted": 1, "retried": 1, "rejected": 1}, 2)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "logged", "where", "what"),
+    [
+        ([attempt(FIRST)], [FIRST, SECOND], "unknown", SECOND),
+        ([attempt(FIRST)], [], "unserved", FIRST),
+        ([attempt(FIRST)], [FIRST, FIRST], "served_twice", FIRST),
+        ([attempt(FIRST), attempt(SECOND)], [FIRST, SECOND], "answered_twice", "s1"),
+    ],
+)
+def test_what_does_not_fit_is_named(log, attempts, logged, where, what):
+    found = join(attempts, log(*logged))
+    assert not found.is_one_to_one
+    assert {
+        name: ids for name in ("unknown", "unserved", "served_twice", "answered_twice") if (ids := vars(found)[name])
+    } == {where: [what]}
+
+
+def test_only_generate_requests_count(tmp_path):
+    log = tmp_path / "worker-0.log"
+    log.write_text(line(FIRST) + line(SECOND, "rl") + line(THIRD))
+    assert received_requests(log) == [FIRST, THIRD]

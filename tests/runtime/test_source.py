@@ -1,0 +1,130 @@
+"""The weight source of a trainer's own process: tensors gone through once, sent to a real group, hashed meanwhile."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from functional.engine.gloo import GlooGroup  # noqa: E402
+from functional.engine.group import join_store  # noqa: E402
+from functional.engine.wire import Manifest, receive  # noqa: E402
+from functional.runtime.errors import RefitError  # noqa: E402
+from functional.runtime.refit import names  # noqa: E402
+from functional.runtime.refit.source import LocalWeights  # noqa: E402
+
+CONFIG = SimpleNamespace(architectures=["Qwen3ForCausalLM"])
+WEIGHTS = {
+    f"model.layers.0.self_attn.{name}_proj.weight": torch.full((rows, 3), float(rows)).to(torch.bfloat16)
+    for name, rows in (("q", 4), ("k", 2), ("v", 2), ("o", 3))
+}
+DEADLINE_S = 5.0
+
+
+class Trainer:
+    """Holds version 7, and counts how often its tensors are gone through."""
+
+    def __init__(self, timeout_s=DEADLINE_S):
+        self.passes = 0
+        self.source = LocalWeights(
+            self.layout, self.weights, None, CONFIG, transport="gloo", device="cpu", timeout_s=timeout_s
+        )
+
+    def layout(self, version):
+        if version != 7:
+            raise RefitError(f"no version {version}")
+        return Manifest.of(WEIGHTS.items(), packed=True).slots
+
+    def weights(self, version):
+        self.passes += 1
+        yield from WEIGHTS.items()
+
+
+class Receiver(threading.Thread):
+    """The one worker: receives what is announced."""
+
+    def __init__(self, source, manifest):
+        super().__init__(daemon=True)
+        self.port, self.manifest, self.got = source.listen("127.0.0.1"), manifest, {}
+        self.start()
+        source.connect("127.0.0.1", self.port, 2)
+
+    def run(self):
+        group = GlooGroup(join_store("127.0.0.1", self.port, DEADLINE_S), 1, 2, "127.0.0.1")
+        group.form(DEADLINE_S)
+        receive(group, self.manifest, self.load, DEADLINE_S)
+        group.close()
+
+    def load(self, tensors):
+        self.got |= {name: tensor.clone() for name, tensor in tensors}
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Hashing that waits until the test says so."""
+    release, prove = threading.Event(), names.prove_tensor
+    monkeypatch.setattr(names, "prove_tensor", lambda *parts: release.wait(30) and prove(*parts))
+    yield release
+    release.set()
+
+
+def test_metadata_goes_through_no_tensor_and_refuses_a_version_that_is_not_held():
+    trainer = Trainer()
+    manifest = trainer.source.metadata(7)
+    assert [slot.name for slot in manifest.slots] == list(WEIGHTS)
+    assert (manifest.nbytes, manifest.packed) == (2 * 11 * 3, True)
+    assert trainer.passes == 0
+    with pytest.raises(RefitError, match="no version 8"):
+        trainer.source.metadata(8)
+
+
+def test_an_update_goes_through_the_tensors_once_and_answers_the_proof_of_what_it_sent():
+    trainer = Trainer()
+    receiver = Receiver(trainer.source, trainer.source.metadata(7))
+    proof = trainer.source.send(7)
+    receiver.join(DEADLINE_S)
+    assert trainer.passes == 1
+    assert receiver.got.keys() == WEIGHTS.keys()
+    assert all(torch.equal(receiver.got[name], tensor) for name, tensor in WEIGHTS.items())
+    assert proof == names.expected_proof(WEIGHTS.items(), CONFIG) == trainer.source.proof(7)
+    assert sorted(proof) == ["model.layers.0.self_attn.o_proj.weight", "model.layers.0.self_attn.qkv_proj.weight"]
+
+
+def test_hashing_keeps_no_transfer_waiting_and_its_time_is_not_the_transfer_s(slow):
+    trainer = Trainer(timeout_s=0.5)
+    receiver = Receiver(trainer.source, trainer.source.metadata(7))
+    began = time.monotonic()
+    with pytest.raises(RefitError, match=r"2 of 2 parameters not hashed within 0\.5 s"):
+        trainer.source.send(7)
+    assert time.monotonic() - began < DEADLINE_S
+    receiver.join(DEADLINE_S)
+    assert receiver.got.keys() == WEIGHTS.keys()
+
+
+def test_an_abort_ends_a_send_that_still_hashes(slow):
+    trainer = Trainer(timeout_s=30)
+    receiver = Receiver(trainer.source, trainer.source.metadata(7))
+    threading.Timer(0.3, trainer.source.abort, ("worker 1 is dead",)).start()
+    began = time.monotonic()
+    with pytest.raises(RefitError, match="TransferError: worker 1 is dead"):
+        trainer.source.send(7)
+    assert time.monotonic() - began < DEADLINE_S
+    receiver.join(DEADLINE_S)
+
+
+def test_without_a_group_nothing_is_sent():
+    trainer = Trainer()
+    with pytest.raises(RefitError, match="call listen first"):
+        trainer.source.send(7)
+    assert trainer.passes == 0
+
+
+def test_an_architecture_without_names_is_refused_before_a_tensor_is_sent():
+    trainer = Trainer()
+    trainer.source._config = SimpleNamespace(architectures=["GPT2LMHeadModel"])
+    trainer.source._sender = SimpleNamespace(send=None)
+    with pytest.raises(ValueError, match="no proof for architecture GPT2LMHeadModel"):
+        trainer.source.send(7)
+    assert trainer.passes == 0
