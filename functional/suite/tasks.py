@@ -35,8 +35,8 @@ class Task(Protocol):
         """The step's prompts, distinct, the same for the same seed and step."""
         ...
 
-    def reward(self, prompt: Prompt, completion_ids: Sequence[int], text: str) -> float:
-        """The completion's worth. text is the engine's own decoding; the tasks here judge the token IDs instead."""
+    def reward(self, prompt: Prompt, completion_ids: Sequence[int]) -> float:
+        """What the completion is worth, judged by its token IDs."""
         ...
 
 
@@ -136,7 +136,7 @@ class QuestionTask:
         drawn = step_random(self.seed, step).sample(self.questions, self.num_prompts)
         return [Prompt(q.prompt, encode(self.tokenizer, q.prompt), q.answer) for q in drawn]
 
-    def reward(self, prompt: Prompt, completion_ids: Sequence[int], text: str) -> float:
+    def reward(self, prompt: Prompt, completion_ids: Sequence[int]) -> float:
         said = self.tokenizer.decode(list(completion_ids), skip_special_tokens=True)
         return float(said.strip() == prompt.answer)
 
@@ -167,7 +167,7 @@ class TokenSetTask:
         numbers = step_random(self.seed, step).sample(range(1_000_000), self.num_prompts)
         return [Prompt(text, encode(self.tokenizer, text), None) for text in map(token_set_prompt, numbers)]
 
-    def reward(self, prompt: Prompt, completion_ids: Sequence[int], text: str) -> float:
+    def reward(self, prompt: Prompt, completion_ids: Sequence[int]) -> float:
         if not completion_ids:
             return 0.0
         return sum(i % self.modulus == 0 for i in completion_ids) / len(completion_ids)
