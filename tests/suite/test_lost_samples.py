@@ -7,7 +7,8 @@ import pytest
 
 from functional.runtime.errors import RolloutError
 from functional.runtime.rollout.client import AdmissionGate, Completion, RolloutClient, Sampling
-from functional.suite.driver import Session
+from functional.suite.report import LostSample
+from functional.suite.session import Session
 
 SAMPLING = Sampling(4)
 
@@ -57,7 +58,7 @@ def test_what_is_under_way_when_all_is_given_up_is_lost_and_what_was_answered_is
 @pytest.fixture
 def session():
     made = Session.__new__(Session)
-    made.report = {"lost_samples": []}
+    made.report = SimpleNamespace(lost_samples=[])
     made.whole = 0
 
     def make_whole(parts, error, step):
@@ -81,7 +82,7 @@ def test_lost_samples_are_generated_again_with_attempt_raised(session):
     completions = generate(session, [sample(), RolloutError("lost")], [sample()])
     assert [completion.attempt for completion in completions] == [1, 2]
     assert session.whole == 1
-    assert session.report["lost_samples"] == [{"step": 3, "rollout": 1, "reason": "lost"}]
+    assert session.report.lost_samples == [LostSample(step=3, rollout=1, reason="lost")]
 
 
 def test_they_are_generated_again_once_only(session):
