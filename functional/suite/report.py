@@ -32,6 +32,8 @@ Figure = float | None
 
 
 class Section(BaseModel):
+    """A part of the report with a fixed set of keys."""
+
     model_config = ConfigDict(extra="forbid", from_attributes=True)
 
 
@@ -106,6 +108,8 @@ class LostSample(Section):
 
 
 class Topology(Section):
+    """Which workers the run began with, and on what."""
+
     workers: dict[int, int] = Field(description="Instance ID by slot.")
     seeds: dict[int, list[int]] = Field(description="Seeds of every engine that the slot has had.")
     device: str
@@ -114,16 +118,20 @@ class Topology(Section):
 
 
 class FaultCase(Section):
+    """A case of `functional refit-faults`, and how long it took."""
+
     case: str
     seconds: float
 
 
 class ProbeRates(Section):
+    """What `functional probe-rates` measured."""
+
     parameters: int
     noise: float = Field(description="Mean |engine − trainer| over the tokens, nats.")
     tokens: int
-    seconds: dict[str, float]
-    rates: list[dict[str, Figure]]
+    seconds: dict[str, float] = Field(description="Median seconds of a round, by way of asking.")
+    rates: list[dict[str, Figure]] = Field(description="One a size of the move.")
 
 
 class Report(Section):

@@ -113,6 +113,7 @@ class RepeatedKeyError(Exception):
 
 
 def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object from its members. Raises RepeatedKeyError for a key that is there twice."""
     row: dict[str, Any] = {}
     for key, value in pairs:
         if key in row:
@@ -174,11 +175,15 @@ class TokenSetTask:
 
 
 def token_set_prompt(number: int) -> str:
+    """The text of a prompt of `token_set`."""
     return f"Write anything you like about the number {number}."
 
 
 def make_task(name: str, tokenizer: Any, num_prompts: int, seed: int) -> Task:
-    """The task called "arithmetic" or "token_set", or the questions of the local .jsonl file at that path."""
+    """The task called "arithmetic" or "token_set", or the questions of the local .jsonl file at that path.
+
+    num_prompts: prompts a step. Raises ValueError for another name, a broken file, or more prompts than questions.
+    """
     if name == "arithmetic":
         return ArithmeticTask(tokenizer, num_prompts, seed)
     if name == "token_set":
