@@ -14,7 +14,8 @@ from kit.errors import KitError, UsageError
 from kit.files import sha256_of
 from kit.layout import REPO, Release, only_run, release
 from kit.record import FunctionalSection, Record, add_section, read_record
-from kit.run import Container, check_squashfs, run_container
+from kit.report import read_report
+from kit.run import Container, Ended, check_squashfs, run_container
 from kit.steps import say
 
 COMMAND = ("uv", "run", "bash", "tests/functional/grpo_dynamo.sh")
@@ -47,10 +48,9 @@ def run_functional(name: str, recipes: Sequence[str] = (), overrides: Sequence[s
         try:
             say(f"running the suite in {made.sqsh.name}; its log goes to {made.functional}/logs at the end")
             ended = run_container(_container(made, results, recipes, overrides), engine)
-            if ended.interrupted or not _has_report(results):
+            if why := _unfit(ended, results):
                 _move(results, _incomplete(made))
-                why = "was interrupted" if ended.interrupted else f"ended with status {ended.status} before its report"
-                raise KitError(f"the suite {why}", f"what it wrote is in {_incomplete(made)}; earlier results stay")
+                raise KitError(why, f"what the suite wrote is in {_incomplete(made)}; earlier results stay")
             section = _section(record, results, made, ended.status)
             _move(results, made.functional)
             add_section(made.record, section, replace=True)
@@ -103,8 +103,18 @@ def _container(made: Release, results: Path, recipes: Sequence[str], overrides: 
     )
 
 
-def _has_report(results: Path) -> bool:
-    return (results / "report.json").is_file() and (results / "junit.xml").is_file()
+def _unfit(ended: Ended, results: Path) -> str | None:
+    """Why these are no results to record, if they are none."""
+    report, junit = results / "report.json", results / "junit.xml"
+    if ended.interrupted:
+        return "the suite was interrupted"
+    if not (report.is_file() and junit.is_file()):
+        return f"the suite ended with status {ended.status} before its report"
+    try:
+        read_report(report)
+    except KitError as error:
+        return error.what
+    return None
 
 
 def _section(record: Record, results: Path, made: Release, status: int) -> FunctionalSection:

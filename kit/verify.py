@@ -15,6 +15,7 @@ from kit.files import sha256_of
 from kit.layout import LOCKFILES, REPO, Release, release
 from kit.oci import check_layout, registry_digest
 from kit.record import FunctionalSection, ImageSection, PushSection, Record, SqshSection, read_record
+from kit.report import read_report
 from kit.sources import lock_hashes, source_hashes
 from kit.sqsh import IMAGE_JSON
 from kit.steps import say
@@ -145,34 +146,15 @@ def _functional(made: Release, record: Record, section: FunctionalSection) -> It
         yield Finding(section="functional", what="report", result="failed", detail=f"{path} is missing")
         return
     yield _same("functional", "sha256 of the report", section.sha256, sha256_of(path))
-    report = _read_json(path)
-    named = _at(report, "release", "image", "digest")
-    yield _same("functional", "image the report names", section.image_digest, str(named))
-    inputs = _at(report, "release", "build", "inputs")
-    yield _same_inputs("functional", "inputs the report names", record.image.inputs, inputs)
-    recorded = f"{section.passed} passed, {section.failed} failed"
-    yield _same("functional", "checks in the report", recorded, _counted(report))
-
-
-def _read_json(path: Path) -> object:
     try:
-        return json.loads(path.read_bytes())
-    except ValueError:
-        return None
-
-
-def _at(value: object, *keys: str) -> object:
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def _counted(report: object) -> str:
-    """Passed and failed checks; that a run ended early counts as one that failed."""
-    checks = _at(report, "checks")
-    outcomes = [_at(check, "passed") is True for check in checks] if isinstance(checks, list) else []
-    failed = outcomes.count(False) + (_at(report, "error") is not None)
-    return f"{outcomes.count(True)} passed, {failed} failed"
+        report = read_report(path)
+    except KitError as error:
+        yield Finding(section="functional", what="report", result="failed", detail=str(error))
+        return
+    yield _same("functional", "image the report names", section.image_digest, report.image_digest or "none")
+    yield _same_inputs("functional", "inputs the report names", record.image.inputs, report.inputs)
+    recorded = f"{section.passed} passed, {section.failed} failed"
+    yield _same("functional", "checks in the report", recorded, f"{report.passed} passed, {report.failed} failed")
 
 
 def _same_inputs(section: str, what: str, wanted: Mapping[str, str], found: object) -> Finding:

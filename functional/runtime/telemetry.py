@@ -4,7 +4,6 @@ Names are the Prometheus names under `generation_metrics/worker-<index>/` and `g
 of one name are summed, histogram buckets left out.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from functional.runtime.errors import ConfigError
 from functional.runtime.fleet.fleet import Fleet
+from functional.runtime.jsonlines import JsonLines
 from functional.runtime.recipe.model import GenerationConfig, LoggerConfig
 
 
@@ -45,13 +45,13 @@ class JsonLinesSink:
     """One line a write: time, step, values."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._lines = JsonLines(path)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        self._file.write(json.dumps({"time": time.time(), "step": step, **values}) + "\n")
+        self._lines.append({"time": time.time(), "step": step, **values})
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 class TensorBoardSink:

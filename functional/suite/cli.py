@@ -40,9 +40,7 @@ def run(
 
     Example: functional run recipes/grpo_cpu.yaml grpo.max_num_steps=3 --out /tmp/run
     """
-    run_dir = tempfile.mkdtemp(prefix="rl", dir="/tmp")  # short: socket paths hold at most 107 bytes
-    words = [str(recipe), str(out.resolve()), run_dir, *(overrides or [])]
-    raise typer.Exit(run_guarded([sys.executable, "-m", "functional.suite.driver", *words], run_dir))
+    raise typer.Exit(run_module("functional.suite.driver", recipe, out, *(overrides or [])))
 
 
 @app.command()
@@ -93,9 +91,7 @@ def refit_faults(
 
     Example: functional refit-faults recipes/grpo_cpu.yaml --only lying-sends,clear-ignored --out /tmp/faults
     """
-    run_dir = tempfile.mkdtemp(prefix="rl", dir="/tmp")
-    words = [str(recipe), str(out.resolve()), run_dir, only, *(overrides or [])]
-    raise typer.Exit(run_guarded([sys.executable, "-m", "functional.suite.refit_faults", *words], run_dir))
+    raise typer.Exit(run_module("functional.suite.refit_faults", recipe, out, only, *(overrides or [])))
 
 
 @app.command("probe-rates")
@@ -108,9 +104,7 @@ def probe_rates(
 
     Example: functional probe-rates recipes/grpo_cpu.yaml --out /tmp/probe
     """
-    run_dir = tempfile.mkdtemp(prefix="rl", dir="/tmp")
-    words = [str(recipe), str(out.resolve()), run_dir, *(overrides or [])]
-    raise typer.Exit(run_guarded([sys.executable, "-m", "functional.suite.probe_rates", *words], run_dir))
+    raise typer.Exit(run_module("functional.suite.probe_rates", recipe, out, *(overrides or [])))
 
 
 @app.command("make-model")
@@ -134,6 +128,12 @@ def make_model_command(
     except (FileExistsError, ValueError) as error:
         raise RunError(str(error)) from error
     typer.echo(json.dumps(asdict(summary), indent=2))
+
+
+def run_module(module: str, recipe: Path, out: Path, *words: str) -> int:
+    """Run a module that takes RECIPE OUT RUN_DIR and more words, under a guard. Returns its exit status."""
+    run_dir = tempfile.mkdtemp(prefix="rl", dir="/tmp")  # short: socket paths hold at most 107 bytes
+    return run_guarded([sys.executable, "-m", module, str(recipe), str(out.resolve()), run_dir, *words], run_dir)
 
 
 def run_guarded(command: list[str], folder: str) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from functional.runtime.fleet.guard import descendants
 from functional.runtime.fleet.ports import is_listening
+from functional.suite.sockets import command_line
 
 
 def find_leftovers(run_dir: Path, ports: Iterable[int], wait_s: float = 10.0) -> list[str]:
@@ -18,16 +19,8 @@ def find_leftovers(run_dir: Path, ports: Iterable[int], wait_s: float = 10.0) ->
 
 
 def _look(run_dir: Path, ports: Iterable[int]) -> list[str]:
-    found = [f"process {pid}: {command}" for pid in descendants(os.getpid()) if (command := _command(pid))]
+    found = [f"process {pid}: {command}" for pid in descendants(os.getpid()) if (command := command_line(pid)[:120])]
     found += [f"port {port} still listens" for port in ports if is_listening(port)]
     if run_dir.exists():
         found.append(f"folder {run_dir}")
     return found
-
-
-def _command(pid: int) -> str:
-    try:
-        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return raw.replace(b"\0", b" ").decode(errors="replace").strip()[:120]

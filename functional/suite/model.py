@@ -285,6 +285,7 @@ def write_model(folder: Path, config: Qwen3Config, weights: dict[str, Tensor], t
 
 
 def write_json(path: Path, value: Any) -> None:
+    """The value as indented JSON with sorted keys, the same bytes for the same value."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -57,9 +57,11 @@ class Batch:
         return self.input_ids.shape[0]
 
     def to(self, device: torch.device) -> Batch:
+        """The batch on `device`; tensors that are there already are shared."""
         return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
     def rows(self, start: int, stop: int) -> Batch:
+        """Samples `start` up to `stop`, L and T as they are; a view."""
         return Batch(**{name: tensor[start:stop] for name, tensor in vars(self).items()})
 
 
@@ -149,7 +151,7 @@ class Policy:
 
     @torch.no_grad()
     def reference_logprobs(self, batch: Batch) -> Tensor:
-        """As logprobs, by the weights the policy began with."""
+        """As logprobs, by the weights the policy began with. Raises ValueError where none were kept."""
         if self.reference is None:
             raise ValueError("this policy keeps no reference: make it with keep_reference=True")
         return self._all_logprobs(self.reference, batch).cpu()
@@ -227,7 +229,10 @@ class Policy:
 
     @torch.no_grad()
     def restore(self, snapshot: dict[str, Tensor]) -> None:
-        """Go back to a snapshot. Master weights take its bfloat16 values and the optimizer starts anew."""
+        """Go back to a snapshot. Master weights take its bfloat16 values and the optimizer starts anew.
+
+        Raises ValueError, before anything is changed, for a snapshot of other tensors.
+        """
         if snapshot.keys() != self.weights.keys():
             raise ValueError(f"snapshot does not fit: {sorted(snapshot.keys() ^ self.weights.keys())[:3]} differ")
         for name, tensor in snapshot.items():
@@ -271,6 +276,7 @@ class Policy:
 
 
 def make_optimizer(name: str, weights: list[Tensor], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """AdamW or SGD over the tensors. Raises ValueError for another name."""
     if name == "adamw":
         return torch.optim.AdamW(weights, lr=lr, weight_decay=weight_decay)
     if name == "sgd":

@@ -19,7 +19,8 @@ from pathlib import Path
 from functional.runtime.refit.probe import MAX_ROUNDS, PROMPTS, Finding, Noise, Sighting, judge
 from functional.runtime.rollout.client import Completion, Sampling
 from functional.suite import driver
-from functional.suite.driver import Parts, Session, watched
+from functional.suite.report import ProbeRates
+from functional.suite.session import Parts, Session, interrupt, watched
 
 ROUNDS = 64
 SIZES = tuple(0.5 / 2**power for power in range(11))
@@ -60,13 +61,14 @@ class RatesSession(Session):
             rates.append(measure(size, engine, own, moved))
             self.say(describe(rates[-1]))
         noise = statistics.fmean(abs(a - b) for a, b in zip(engine, own, strict=True))
-        self.report["probe_rates"] = {
-            "parameters": self.report["parameters"],
-            "noise": noise,
-            "tokens": len(flat),
-            "seconds": self._cost(parts),
-            "rates": [asdict(rate) for rate in rates],
-        }
+        seconds = self._cost(parts)
+        self.report.probe_rates = ProbeRates(
+            parameters=self.report.parameters,
+            noise=noise,
+            tokens=len(flat),
+            seconds=seconds,
+            rates=[asdict(rate) for rate in rates],
+        )
         false_alarms = max(rate.false_alarms for rate in rates)
         self.checks.add("probe.false_alarms", false_alarms <= 0.001, f"at most {false_alarms:.5f} of {PROBES} probes")
         told = [rate for rate in rates if rate.shift_over_noise >= 4]
@@ -76,7 +78,7 @@ class RatesSession(Session):
             caught >= 0.99,
             f"at least {caught:.4f} of {PROBES} probes at {len(told)} shifts from 4× the noise ({noise:.5f} nats)",
         )
-        self.say(f"seconds: {self.report['probe_rates']['seconds']}")
+        self.say(f"seconds: {seconds}")
 
     def _cost(self, parts: Parts) -> dict[str, float]:
         """Median seconds of a round, and of as many tokens after one prompt, taken in turns with caches cleared."""
@@ -146,5 +148,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, driver.interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main(sys.argv[1:]))

@@ -22,8 +22,9 @@ from functional.runtime.refit.machine import Event, State, Transition
 from functional.runtime.refit.parts import RefitResult
 from functional.runtime.rollout.requests import received_requests
 from functional.suite import driver
-from functional.suite.driver import Parts, Session, watched
+from functional.suite.report import FaultCase
 from functional.suite.send_faults import SendFault
+from functional.suite.session import Parts, Session, interrupt, watched
 
 SETTINGS = [
     "cluster.gpus_per_node=3",
@@ -72,7 +73,7 @@ class FaultSession(Session):
     def _train(self, parts: Parts) -> None:
         self._strike: Strike | None = None
         self._version = 0
-        self.report["fault_cases"] = []
+        self.report.fault_cases = ended = []
         self._refit(parts, 0)
         cases: dict[str, Callable[[Parts], Parts | None]] = {
             "failing-n-times": self._failing_n_times,
@@ -93,7 +94,7 @@ class FaultSession(Session):
             self.say(f"— {name}")
             began = time.monotonic()
             parts = case(parts) or parts
-            self.report["fault_cases"].append({"case": name, "seconds": time.monotonic() - began})
+            ended.append(FaultCase(case=name, seconds=time.monotonic() - began))
 
     def event(self, name: str, **details: str) -> None:
         super().event(name, **details)
@@ -319,5 +320,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, driver.interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main(sys.argv[1:]))

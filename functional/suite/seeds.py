@@ -6,7 +6,7 @@ from itertools import combinations
 
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.rollout.client import Completion
-from functional.suite.checks import Checklist
+from functional.suite.checklist import Checklist
 
 CHANCE = 1e-9
 """Equal answers that come about less often than this when seeds differ are the work of one seed."""

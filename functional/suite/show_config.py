@@ -13,15 +13,12 @@ from functional.runtime.errors import ConfigError
 from functional.runtime.fleet.programs import find_programs
 from functional.runtime.recipe.argv import WorkerPlace, frontend_arguments, worker_arguments
 from functional.runtime.recipe.load import RecipeError
-from functional.runtime.recipe.model import Recipe
 from functional.runtime.recipe.options import GENERATION, shown_options
 from functional.runtime.recipe.parser_check import EngineCheck
 from functional.runtime.recipe.redact import redacted
 from functional.runtime.recipe.rules import find_warnings
 from functional.runtime.recipe.seeds import engine_seed
-from functional.suite.data import measure_data
-from functional.suite.models import find_tokenizer
-from functional.suite.preflight import load_for_run
+from functional.suite.preflight import Prepared, prepare
 
 PARSER_TIMEOUT_S = 120.0
 
@@ -29,7 +26,7 @@ PARSER_TIMEOUT_S = 120.0
 def show_config(path: Path, overrides: list[str], as_json: bool, ask_engine: bool) -> int:
     """Print the verdict. Returns 0, or 2 for a recipe that may not run; without `as_json` that raises ConfigError."""
     try:
-        shown = describe(load_for_run(path, overrides), ask_engine)
+        shown = describe(prepare(path, overrides), ask_engine)
     except ConfigError as error:
         if not as_json:
             raise
@@ -39,14 +36,17 @@ def show_config(path: Path, overrides: list[str], as_json: bool, ask_engine: boo
     return 0
 
 
-def describe(recipe: Recipe, ask_engine: bool) -> dict[str, Any]:
-    """Everything `functional config` tells, as plain data without secrets."""
+def describe(prepared: Prepared, ask_engine: bool) -> dict[str, Any]:
+    """Everything `functional config` tells, as plain data without secrets.
+
+    Raises ConfigError when the engine's own parser is asked, and refuses the command line.
+    """
+    recipe = prepared.recipe
     # Capitals stand for what only a run knows.
     place = WorkerPlace(Path("/MODEL"), "NAMESPACE", Path("/RUN/kv0"), engine_seed(recipe.grpo.seed, 0, 0))
     worker = worker_arguments(recipe, place)
     frontend_args = recipe.policy.generation.dynamo_cfg.frontend_args
     frontend = frontend_arguments(frontend_args, "HOST", 1, place.namespace)
-    data = measure_data(recipe, find_tokenizer(recipe.policy.model_name))
     if ask_engine:
         with EngineCheck.of(recipe, find_programs().dynamo_python, Path("/")) as check:
             check.result(PARSER_TIMEOUT_S, recipe.scrub)
@@ -57,7 +57,7 @@ def describe(recipe: Recipe, ask_engine: bool) -> dict[str, Any]:
         "worker_argv": redacted(worker),
         "frontend_argv": redacted(frontend),
         "engine_parser": "accepted" if ask_engine else "not asked",
-        "data": asdict(data),
+        "data": asdict(prepared.data),
         "recipe": recipe.shown(),
     }
 

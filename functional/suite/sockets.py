@@ -1,14 +1,13 @@
-"""Which sockets a run listens on: address, port, and the process that owns each, from /proc."""
+"""Which sockets a run listens on: address, port, and the process that owns each."""
 
 import ipaddress
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from functional.runtime.fleet.guard import descendants
+import psutil
 
-LISTEN = "0A"
+from functional.runtime.fleet.guard import descendants
 
 
 @dataclass(frozen=True)
@@ -27,15 +26,13 @@ class ListeningSocket:
 
 
 def listening_sockets() -> list[ListeningSocket]:
-    """Every TCP socket that this process or one below it listens on."""
-    owners = dict(_socket_inodes([os.getpid(), *descendants(os.getpid())]))
-    found = []
-    for table in ("tcp", "tcp6"):
-        for row in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
-            fields = row.split()
-            if fields[3] == LISTEN and (pid := owners.get(fields[9])) is not None:
-                address, port = fields[1].split(":")
-                found.append(ListeningSocket(_decode(address), int(port, 16), pid, _program(pid)))
+    """Every TCP socket that this process or one below it listens on, by port and address."""
+    own = {os.getpid(), *descendants(os.getpid())}
+    found = [
+        ListeningSocket(socket.laddr.ip, socket.laddr.port, socket.pid, command_line(socket.pid, words=4)[:80])
+        for socket in psutil.net_connections("tcp")
+        if socket.status == psutil.CONN_LISTEN and socket.pid in own
+    ]
     return sorted(found, key=lambda s: (s.port, s.address))
 
 
@@ -45,27 +42,9 @@ def ephemeral_range() -> tuple[int, int]:
     return int(low), int(high)
 
 
-def _socket_inodes(pids: list[int]) -> Iterator[tuple[str, int]]:
-    for pid in pids:
-        try:
-            for fd in Path(f"/proc/{pid}/fd").iterdir():
-                target = fd.readlink().name
-                if target.startswith("socket:["):
-                    yield target[8:-1], pid
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-
-
-def _decode(address: str) -> str:
-    """The kernel writes addresses as 32-bit words in host byte order (little endian here)."""
-    raw = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
-    return str(ipaddress.ip_address(raw))
-
-
-def _program(pid: int) -> str:
+def command_line(pid: int, words: int | None = None) -> str:
+    """The process's command line, or its first `words` words; empty for one that has ended."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError):
+        return " ".join(psutil.Process(pid).cmdline()[:words]).strip()
+    except psutil.NoSuchProcess:
         return ""
-    text = b" ".join(words[:4]).decode(errors="replace").strip()
-    return text[:80]

@@ -34,6 +34,7 @@ def check_sums(folder: Path, remedy: str) -> None:
 
 
 def file_sha256(path: Path) -> str:
+    """Hex sha256 of a file's bytes. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -35,8 +35,8 @@ class Task(Protocol):
         """The step's prompts, distinct, the same for the same seed and step."""
         ...
 
-    def reward(self, prompt: Prompt, completion_ids: Sequence[int], text: str) -> float:
-        """The completion's worth. text is the engine's own decoding; the tasks here judge the token IDs instead."""
+    def reward(self, prompt: Prompt, completion_ids: Sequence[int]) -> float:
+        """What the completion is worth, judged by its token IDs."""
         ...
 
 
@@ -113,6 +113,7 @@ class RepeatedKeyError(Exception):
 
 
 def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object from its members. Raises RepeatedKeyError for a key that is there twice."""
     row: dict[str, Any] = {}
     for key, value in pairs:
         if key in row:
@@ -136,7 +137,7 @@ class QuestionTask:
         drawn = step_random(self.seed, step).sample(self.questions, self.num_prompts)
         return [Prompt(q.prompt, encode(self.tokenizer, q.prompt), q.answer) for q in drawn]
 
-    def reward(self, prompt: Prompt, completion_ids: Sequence[int], text: str) -> float:
+    def reward(self, prompt: Prompt, completion_ids: Sequence[int]) -> float:
         said = self.tokenizer.decode(list(completion_ids), skip_special_tokens=True)
         return float(said.strip() == prompt.answer)
 
@@ -167,18 +168,22 @@ class TokenSetTask:
         numbers = step_random(self.seed, step).sample(range(1_000_000), self.num_prompts)
         return [Prompt(text, encode(self.tokenizer, text), None) for text in map(token_set_prompt, numbers)]
 
-    def reward(self, prompt: Prompt, completion_ids: Sequence[int], text: str) -> float:
+    def reward(self, prompt: Prompt, completion_ids: Sequence[int]) -> float:
         if not completion_ids:
             return 0.0
         return sum(i % self.modulus == 0 for i in completion_ids) / len(completion_ids)
 
 
 def token_set_prompt(number: int) -> str:
+    """The text of a prompt of `token_set`."""
     return f"Write anything you like about the number {number}."
 
 
 def make_task(name: str, tokenizer: Any, num_prompts: int, seed: int) -> Task:
-    """The task called "arithmetic" or "token_set", or the questions of the local .jsonl file at that path."""
+    """The task called "arithmetic" or "token_set", or the questions of the local .jsonl file at that path.
+
+    num_prompts: prompts a step. Raises ValueError for another name, a broken file, or more prompts than questions.
+    """
     if name == "arithmetic":
         return ArithmeticTask(tokenizer, num_prompts, seed)
     if name == "token_set":

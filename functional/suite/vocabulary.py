@@ -81,6 +81,7 @@ def wide_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def special_token(text: str) -> AddedToken:
+    """A token that decoding may skip, matched in the text as it stands."""
     return AddedToken(text, special=True, normalized=False)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kit.errors import KitError
 from kit.files import sha256_of
 from kit.functional import Counts, count_results
 from kit.record import ImageSection, PushSection, add_section, start_record
+from kit.report import Report, read_report
 from kit.sources import lock_hashes, source_hashes
 from tests.kit.conftest import REPO, Kit, refused
 from tests.kit.tiny_image import Entry, busybox, folder
@@ -22,7 +24,8 @@ from tests.kit.tiny_image import Entry, busybox, folder
 JUNIT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"/>\
 <testcase name="c"><failure/></testcase><testcase name="d"><error/></testcase><testcase name="e"><skipped/></testcase>\
 </testsuite></testsuites>"""
-CHECKS = '[{"passed": true}, {"passed": true}, {"passed": false}]'
+CHECKS = '[{"name": "a", "passed": true}, {"name": "b", "passed": true}, {"name": "c", "passed": false}]'
+HEAD = '"schema_version": 1, "status": "failed", "error": "ended early"'
 INPUTS = {"trainer-cpu": "1" * 64, "functional": "2" * 64}
 # Takes the place of uv: writes what the suite writes, and ends as the recipe's name says.
 STAND_IN = f"""#!/bin/sh
@@ -37,11 +40,14 @@ case "$RECIPE" in
   while :; do sleep 0.05; done ;;
 esac
 echo '{JUNIT}' > "$FUNCTIONAL_OUT/junit.xml"
-echo '{{"error": "ended early", "checks": {CHECKS}, "release": {{' > "$FUNCTIONAL_OUT/report.json"
+echo '{{{HEAD}, "checks": {CHECKS}, "release": {{' > "$FUNCTIONAL_OUT/report.json"
 echo '"image": '"$(cat /opt/release/image.json)"',' >> "$FUNCTIONAL_OUT/report.json"
 echo '"build": '"$(cat /opt/release/build.json)" >> "$FUNCTIONAL_OUT/report.json"
 echo '}}}}' >> "$FUNCTIONAL_OUT/report.json"
-case "$RECIPE" in *failing*) exit 1 ;; esac
+case "$RECIPE" in
+*failing*) exit 1 ;;
+*broken*) echo '{{{HEAD}, "checks": [{{"name": "a", "passed": 2}}], "release": {{}}}}' >"$FUNCTIONAL_OUT/report.json" ;;
+esac
 """
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a squashfs needs root")
@@ -96,6 +102,15 @@ class TestFunctional:
         assert "error: the suite ended with status 3 before its report" in finished.stderr
         assert functional(made) == before
         assert "recipe=silent" in (made / "functional.incomplete/words").read_text()
+        assert kit("verify", "tiny").returncode == 0
+
+    def test_a_report_that_is_none_is_not_recorded(self, kit: Kit, made: Path) -> None:
+        assert kit("functional", "--engine", "own").returncode == 0
+        before = functional(made)
+        finished = kit("functional", "--engine", "own", "broken")
+        refused(finished, 1, "report.json is not a report of the suite (checks.0.passed: ", "functional.incomplete")
+        assert functional(made) == before
+        assert "recipe=broken" in (made / "functional.incomplete/words").read_text()
         assert kit("verify", "tiny").returncode == 0
 
     @pytest.mark.faults
@@ -216,6 +231,19 @@ class TestVerify:
             if value.get("inputs") == {**INPUTS, "trainer-cpu": "3" * 64}:
                 assert found["functional", what] == f"trainer-cpu: recorded {'1' * 64}, found {'3' * 64}"
 
+    def test_a_report_that_is_none(self, kit: Kit, made: Path) -> None:
+        """Also where its hash is the recorded one."""
+        assert kit("functional", "--engine", "own").returncode == 0
+        report = json.loads((made / "functional/report.json").read_text())
+        del report["status"]
+        (made / "functional/report.json").write_text(json.dumps(report))
+        record = json.loads((made / "record.json").read_text())
+        record["functional"]["sha256"] = sha256_of(made / "functional/report.json")
+        (made / "record.json").write_text(json.dumps(record))
+        found = failures(kit)
+        assert list(found) == [("functional", "report")]
+        assert "(status: Field required)" in found["functional", "report"]
+
     def test_other_sources_in_the_checkout_are_told_and_no_failure(self, kit: Kit, made: Path) -> None:
         for name in ("docker", "functional", "tests/functional", "lockfiles"):
             shutil.copytree(REPO / name, kit.root / name)
@@ -264,6 +292,117 @@ def test_counts(tmp_path: Path) -> None:
     (tmp_path / "junit.xml").write_text(JUNIT[:50])
     with pytest.raises(KitError, match="no JUnit XML"):
         count_results(tmp_path / "junit.xml")
+
+
+REPORT: dict[str, Any] = {
+    "schema_version": 1,
+    "status": "passed",
+    "error": None,
+    "release": {"build": {"inputs": INPUTS, "profile": "cpu"}, "image": {"digest": "sha256:1", "name": "cpu"}},
+    "checks": [{"name": "a", "passed": True, "detail": "fine"}, {"name": "b", "passed": False, "detail": "no"}],
+    "seconds": 1.5,
+}
+
+
+@pytest.mark.unit
+def test_what_is_read_of_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(REPORT))
+    report = read_report(path)
+    assert (report.image_digest, report.inputs) == ("sha256:1", INPUTS)
+    assert (report.passed, report.failed) == (1, 1)
+    path.write_text(json.dumps(REPORT | {"error": "ended early", "release": {}}))
+    report = read_report(path)
+    assert (report.image_digest, report.inputs) == (None, {})
+    assert (report.passed, report.failed) == (1, 2)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ("[]", "the file: "),
+        ("[" * 100_000, "recursion"),
+        ('{"seconds": NaN}', "NaN is no JSON"),
+        ('"\\udc00"', "the file: "),
+        (json.dumps(REPORT | {"schema_version": 2}), "schema_version: Input should be 1"),
+        (json.dumps(REPORT | {"status": "fine"}), "status: Input should be 'passed' or 'failed'"),
+        (json.dumps({key: REPORT[key] for key in REPORT if key != "error"}), "error: Field required"),
+        (json.dumps(REPORT | {"checks": [{"name": "a"}]}), "checks.0.passed: Field required"),
+        (json.dumps(REPORT | {"checks": [{"name": "a", "passed": 1}]}), "checks.0.passed: Input should be a valid bo"),
+        (json.dumps(REPORT | {"release": {"image": {"digest": 1}}}), "release.image.digest: "),
+        (json.dumps(REPORT | {"release": {"build": {"inputs": [1]}}}), "release.build.inputs: "),
+    ],
+)
+def test_a_report_that_is_none_is_one_line_naming_the_key(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(KitError) as refusal:
+        read_report(tmp_path / "report.json")
+    assert str(refusal.value).startswith("report.json is not a report of the suite (")
+    assert reason in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.unit
+def test_what_the_kit_reads_is_as_the_suite_publishes_it() -> None:
+    published = json.loads((REPO / "functional/suite/report.schema.json").read_text())
+    assert list(differences(Report.model_json_schema(), published)) == []
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("wrong", "difference"),
+    [
+        ({"properties": {"gone": {"type": "string"}}}, "gone: not published"),
+        ({"properties": {"checks": {"type": "object"}}}, "checks: want object, published array"),
+        ({"properties": {"parameters": {}}, "required": ["parameters"]}, "parameters: not always there"),
+        (
+            {"properties": {"release": {"type": "object", "properties": {"build": {"type": "object"}}}}},
+            "release.build: want",
+        ),
+        ({"properties": {"status": {"enum": ["passed"]}}}, "status: want ['passed']"),
+    ],
+)
+def test_a_difference_from_what_is_published_is_found(wrong: dict[str, Any], difference: str) -> None:
+    published = json.loads((REPO / "functional/suite/report.schema.json").read_text())
+    (found,) = differences(wrong, published)
+    assert found.startswith(difference)
+
+
+def differences(wanted: dict[str, Any], published: dict[str, Any]) -> Iterator[str]:
+    """Where a JSON Schema does not take everything that another one allows, in the properties of the first."""
+
+    def resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+        while "$ref" in node:
+            node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+        return node
+
+    def kinds(node: dict[str, Any], schema: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+        """The alternatives, by type or, where the values are listed, by these."""
+        parts = [resolved(part, schema) for part in resolved(node, schema).get("anyOf", [node])]
+        return {str(part.get("enum", part.get("const", part.get("type")))): part for part in parts}
+
+    def compare(place: str, ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
+        mine, given = kinds(ours, wanted), kinds(theirs, published)
+        if "None" not in mine and not given.keys() <= mine.keys():
+            yield f"{place}: want {', '.join(mine)}, published {', '.join(given)}"
+            return
+        for kind in mine.keys() & given.keys():
+            yield from below(f"{place}." if place else "", mine[kind], given[kind])
+
+    def below(prefix: str, ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
+        for name, node in ours.get("properties", {}).items():
+            if name not in theirs.get("properties", {}):
+                yield f"{prefix}{name}: not published"
+            elif name in ours.get("required", []) and name not in theirs.get("required", []):
+                yield f"{prefix}{name}: not always there"
+            else:
+                yield from compare(f"{prefix}{name}", node, theirs["properties"][name])
+        if "items" in ours:
+            yield from compare(f"{prefix}0", ours["items"], theirs["items"])
+
+    yield from below("", resolved(wanted, wanted), resolved(published, published))
 
 
 @pytest.mark.unit

@@ -3,12 +3,16 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
 from functional.runtime.errors import ConfigError
+from functional.suite import preflight
 from functional.suite.data import describe_data
 from functional.suite.models import ARITHMETIC_DIR, RANDOM, find_tokenizer
+from functional.suite.preflight import prepare
+from functional.suite.show_config import describe
 
 TOKENIZER = find_tokenizer("builtin:arithmetic")
 
@@ -67,3 +71,15 @@ def test_built_in_data_is_measured_too():
 
 def test_without_a_tokenizer_prompts_are_not_measured(data):
     assert describe_data(str(data), 8).longest_prompt is None
+
+
+def test_tokenizer_and_data_are_read_once(recipe_path, data, monkeypatch):
+    data.write_text(data.read_text().replace("1+1+1=", "1+1=1"))
+    read = []
+    for name in ("find_tokenizer", "measure_data"):
+        kept = getattr(preflight, name)
+        monkeypatch.setattr(preflight, name, lambda *given, kept=kept, name=name: read.append(name) or kept(*given))
+    prepared = prepare(recipe_path, [f"data.dataset_name={data}"])
+    assert describe(prepared, ask_engine=False)["data"] == asdict(prepared.data)
+    assert prepared.data.longest_prompt == 127
+    assert read == ["find_tokenizer", "measure_data"]

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from functional.suite import driver
-from functional.suite.models import find_tokenizer
+from functional.suite import driver, preflight, session
+from functional.suite.models import ARITHMETIC_DIR, find_tokenizer
 from tests.recipes import RECIPES
 
 
@@ -23,17 +23,18 @@ def test_prompts_of_a_model_that_has_to_come_from_the_hub_first(tmp_path, monkey
     data.write_text("".join(json.dumps({"prompt": "1" * (n + 1), "answer": "1"}) + "\n" for n in range(128)))
     seen = []
 
-    def not_here_yet(name):
+    def here_now(name):
         seen.append(name)
-        return find_tokenizer(name) if len(seen) > 1 else None
+        return find_tokenizer(name)
 
-    monkeypatch.setattr(driver, "find_tokenizer", not_here_yet)
-    monkeypatch.setattr(driver, "local_ray", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(preflight, "find_tokenizer", lambda name: None)
+    monkeypatch.setattr(session, "find_tokenizer", here_now)
+    monkeypatch.setattr(session, "local_ray", lambda *_: pytest.fail("Ray was started"))
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     recipe = RECIPES / "grpo_cpu.yaml"
     assert driver.run(recipe, tmp_path / "out", run_dir, [f"data.dataset_name={data}"]) == 2
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert f"{data}:128: the prompt has 128 tokens" in report["error"]
-    assert len(seen) == 2
+    assert seen == [str(ARITHMETIC_DIR)]
     assert not run_dir.exists()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from functional.suite.checks import Checklist
+from functional.suite.checklist import Checklist
 from functional.suite.seeds import check_seeds
 
 

@@ -53,7 +53,7 @@ def test_reward_wants_exactly_the_answer(tokenizer):
         ("120", 0),
         ("", 0),
     ):
-        assert task.reward(prompt, tokenizer.encode(said, add_special_tokens=False), "ignored") == reward, said
+        assert task.reward(prompt, tokenizer.encode(said, add_special_tokens=False)) == reward, said
 
 
 def test_token_set_counts_its_share():
@@ -61,9 +61,9 @@ def test_token_set_counts_its_share():
     task = TokenSetTask(tokenizer, 4, seed=0)
     prompts = task.prompts(0)
     assert len({p.token_ids for p in prompts}) == 4
-    assert task.reward(prompts[0], [2, 4, 5, 7], "") == 0.5
-    assert task.reward(prompts[0], [], "") == 0
-    assert TokenSetTask(tokenizer, 4, seed=0, modulus=5).reward(prompts[0], [5, 1, 2, 3], "") == 0.25
+    assert task.reward(prompts[0], [2, 4, 5, 7]) == 0.5
+    assert task.reward(prompts[0], []) == 0
+    assert TokenSetTask(tokenizer, 4, seed=0, modulus=5).reward(prompts[0], [5, 1, 2, 3]) == 0.25
 
 
 def test_questions_of_a_local_file(tokenizer, tmp_path):
@@ -74,7 +74,7 @@ def test_questions_of_a_local_file(tokenizer, tmp_path):
     assert isinstance(task, QuestionTask)
     prompts = task.prompts(0)
     assert sorted(p.text for p in prompts) == ["say 0:", "say 1:", "say 2:"]
-    assert task.reward(prompts[0], tokenizer.encode(str(prompts[0].answer), add_special_tokens=False), "") == 1
+    assert task.reward(prompts[0], tokenizer.encode(str(prompts[0].answer), add_special_tokens=False)) == 1
 
 
 @pytest.mark.parametrize("code", [0x2028, 0x2029, 0x85, 0x1F600, 0xFEFF])

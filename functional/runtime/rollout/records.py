@@ -1,11 +1,12 @@
 """One record a rollout, appended to a JSON Lines file as it becomes known; a torn last line is tolerated on reading."""
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
+
+from functional.runtime.jsonlines import JsonLines
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,12 @@ class RecordWriter:
     """Appends records; each is on the disk (fsync) before `write` returns."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._lines = JsonLines(path, synced=True)
         self.instance_ids: set[int | None] = set()
 
     def write(self, records: list[RolloutRecord]) -> None:
         self.instance_ids |= {record.instance_id for record in records}
-        self._file.write("".join(json.dumps(asdict(record)) + "\n" for record in records))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._lines.append(*map(asdict, records))
 
     def __enter__(self) -> "RecordWriter":
         return self
@@ -57,7 +55,7 @@ class RecordWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -3,13 +3,14 @@
 A worker logs `request received request_id=<uuid>` with `endpoint="generate"` for each request (Dynamo 1.3.0.post1).
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from functional.runtime.jsonlines import JsonLines
 
 Outcome = Literal["accepted", "rejected", "retried", "aborted"]
 
@@ -38,15 +39,15 @@ class RequestJournal:
     """Appends attempts to a JSON Lines file; each survives the death of this process once `add` returns."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._lines = JsonLines(path)
         self.attempts: list[Attempt] = []
 
     def add(self, attempt: Attempt) -> None:
         self.attempts.append(attempt)
-        self._file.write(json.dumps(asdict(attempt)) + "\n")
+        self._lines.append(asdict(attempt))
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 @dataclass(frozen=True)

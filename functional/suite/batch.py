@@ -1,0 +1,69 @@
+"""A step's samples: completions, and what they are worth."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from functional.runtime.errors import RunError
+from functional.runtime.recipe.model import GrpoConfig
+from functional.runtime.rollout.client import Completion
+from functional.suite.grpo import advantages
+from functional.suite.policy import Sample
+from functional.suite.tasks import Prompt, Task
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """A step's B = prompts × generations samples in prompt-major order, each list of length B.
+
+    A sample that broke a rule has no reward and no advantage.
+    """
+
+    completions: list[Completion]
+    rewards: list[float | None]
+    advantages: list[float | None]
+
+    @property
+    def mean_reward(self) -> float:
+        """Over the samples that have a reward; NaN where none has."""
+        known = [reward for reward in self.rewards if reward is not None]
+        return sum(known) / len(known) if known else float("nan")
+
+    @property
+    def truncated(self) -> int:
+        """How many samples ended at their limit, not at a stop token."""
+        return sum(completion.truncated for completion in self.completions)
+
+    def samples(self) -> list[Sample]:
+        """What the trainer learns from: accepted samples only. Raises RunError when there are none."""
+        accepted = [
+            Sample(c.prompt_token_ids, c.token_ids, c.logprobs, advantage)
+            for c, advantage in zip(self.completions, self.advantages, strict=True)
+            if advantage is not None
+        ]
+        if not accepted:
+            reasons = {c.problem for c in self.completions}
+            raise RunError(f"no sample of the step may be trained on: {'; '.join(sorted(filter(None, reasons)))}")
+        return accepted
+
+
+def score(prompts: Sequence[Prompt], completions: list[Completion], task: Task, config: GrpoConfig) -> RolloutBatch:
+    """Rewards and group advantages of the completions, `config.num_generations_per_prompt` a prompt side by side.
+
+    A group with a failed sample is left out whole: its baseline would be biased.
+    """
+    size = config.num_generations_per_prompt
+    rewards: list[float | None] = []
+    for index, completion in enumerate(completions):
+        prompt = prompts[index // size]
+        rewards.append(None if completion.problem else task.reward(prompt, completion.token_ids))
+    scored: list[float | None] = []
+    for start in range(0, len(completions), size):
+        group = rewards[start : start + size]
+        if any(reward is None for reward in group):
+            scored += [None] * size
+            continue
+        row = torch.tensor([[float(reward or 0.0) for reward in group]])
+        scored += advantages(row, config.normalize_rewards, config.use_leave_one_out_baseline)[0].tolist()
+    return RolloutBatch(completions, rewards, scored)

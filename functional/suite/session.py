@@ -1,0 +1,425 @@
+"""One run from bring-up to its last check: the fleet, the trainer, the recipe's steps, and what each is checked for."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from functional.runtime.errors import ConfigError, InterruptedRunError, RolloutError, RunError
+from functional.runtime.fleet.fleet import Fleet
+from functional.runtime.fleet.programs import Programs
+from functional.runtime.fleet.settings import FleetSettings, new_namespace
+from functional.runtime.fleet.worker import Worker
+from functional.runtime.jsonlines import JsonLines
+from functional.runtime.recipe.architectures import find_model_problem
+from functional.runtime.recipe.parser_check import EngineCheck
+from functional.runtime.recipe.rules import merge_stop_strings
+from functional.runtime.refit.machine import Event, State, Transition
+from functional.runtime.refit.parts import Probe, RefitResult
+from functional.runtime.refit.probe import probe_prompts
+from functional.runtime.refit.transaction import FleetRefit
+from functional.runtime.rollout.client import Completion, RolloutClient, Sampling
+from functional.runtime.rollout.gate import AdmissionGate
+from functional.runtime.rollout.generation import generate
+from functional.runtime.rollout.records import RecordWriter, RolloutRecord
+from functional.runtime.rollout.requests import RequestJournal
+from functional.runtime.telemetry import Telemetry, open_sinks
+from functional.suite import checks
+from functional.suite.batch import RolloutBatch, score
+from functional.suite.checklist import Checklist
+from functional.suite.cluster import local_ray, reserve
+from functional.suite.data import measure_data
+from functional.suite.flaky import flaky_proxy
+from functional.suite.models import find_model, find_tokenizer
+from functional.suite.preflight import Prepared
+from functional.suite.report import LostSample, Refit, Report, Step, Topology, write_atomically
+from functional.suite.seeds import check_seeds
+from functional.suite.tasks import Task, make_task
+
+ADDRESS = "127.0.0.1"
+WATCH_INTERVAL_S = 0.5
+SEED_TOKENS = 64
+EVENT_DELAY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run works with once everything is up. `instances`: every worker it has had, the replaced ones too."""
+
+    fleet: Fleet
+    trainer: Any
+    client: RolloutClient
+    prober: RolloutClient
+    probe: Probe
+    refit: FleetRefit
+    new_refit: Callable[[], FleetRefit]
+    sampling: Sampling
+    task: Task
+    records: RecordWriter
+    journal: RequestJournal
+    telemetry: Telemetry
+    overlap_prompt: tuple[int, ...]
+    instances: list[Worker]
+
+
+class Session:
+    """State of one run: what is up, what was seen. `checks` and `report` hold what it found, whatever its end."""
+
+    def __init__(self, prepared: Prepared, report: Report, out: Path, run_dir: Path) -> None:
+        """out: folder of the report, records and logs; run_dir: an empty folder for sockets and data of the run."""
+        self.recipe = prepared.recipe
+        self.tokenizer: Any = prepared.tokenizer
+        self.report = report
+        self.out = out
+        self.run_dir = run_dir
+        self.began = time.monotonic()
+        self.checks = Checklist()
+        self.ports: list[int] = []
+        self._stack = ExitStack()
+        self._events = self._stack.enter_context(JsonLines(out / "events.jsonl"))
+
+    def say(self, what: str) -> None:
+        """One line of progress with the seconds since the start."""
+        print(f"[{time.monotonic() - self.began:6.1f} s] {what}", flush=True)
+
+    def event(self, name: str, **details: str) -> None:
+        """Append to events.jsonl: what the run is doing now, for whoever watches it from outside."""
+        self._events.append({"time": time.time(), "event": name, **details})
+
+    def close(self) -> None:
+        """End everything that was started, last first; a failing step does not keep the others from running."""
+        try:
+            self._stack.close()
+        except Exception:
+            (self.out / "logs" / "teardown.log").write_text(traceback.format_exc(), encoding="utf-8")
+            self.checks.add("teardown.orderly", False, "shutdown raised, see logs/teardown.log")
+
+    def run(self, programs: Programs) -> None:
+        """Everything between start and teardown. Raises RunError when the run cannot go on, ConfigError when its model
+        or engine options are the cause."""
+        recipe, generation = self.recipe, self.recipe.policy.generation
+        self._name_processes({})
+        self.event("run: starting", run_dir=str(self.run_dir))
+        model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
+        if problem := find_model_problem(model_dir / "config.json"):
+            raise ConfigError(f"policy.model_name={recipe.policy.model_name!r}: {problem}")
+        if self.tokenizer is None:  # a hub model's files are here only now
+            self.tokenizer = find_tokenizer(str(model_dir))
+            self.report.data = measure_data(recipe, self.tokenizer)
+        parser = self._stack.enter_context(EngineCheck.of(recipe, programs.dynamo_python, model_dir))
+        self._phase("ray", lambda: self._stack.enter_context(local_ray(self.run_dir, recipe)))
+        signal.signal(signal.SIGTERM, interrupt)  # after Ray has set its own
+
+        import ray
+
+        from functional.suite.trainer import RemoteWeights, Trainer
+
+        placements = reserve([1] + [recipe.devices_per_engine] * recipe.num_engines)
+        trainer = Trainer.options(placement_group=placements[0]).remote(recipe, model_dir)  # type: ignore[attr-defined]
+        self._stack.callback(ray.kill, trainer)
+        settings = FleetSettings(
+            namespace=new_namespace(),
+            recipe=recipe,
+            model_dir=model_dir,
+            run_dir=self.run_dir,
+            log_dir=(self.out / "logs").resolve(),
+            programs=programs,
+            address=ADDRESS,
+        )
+        patience = generation.dynamo_cfg.startup_timeout_s
+        self._phase("engine's parser", lambda: parser.result(patience, recipe.scrub))
+        fleet = Fleet(settings, placements[1:], self.say)
+        self._stack.callback(fleet.shutdown)
+        self._stack.callback(lambda: self.ports.extend(fleet.listening_ports()))
+        self.event("fleet: starting")
+        self._phase("fleet", fleet.start)
+        self.report.fleet_phases = fleet.phases
+        self.report.topology = Topology(
+            workers={worker.index: worker.instance_id for worker in fleet.workers},
+            seeds={},
+            device=recipe.cluster.device,
+            share_gpu=recipe.cluster.share_gpu,
+            note="TEST TOPOLOGY: trainer and worker share one GPU" if recipe.cluster.share_gpu else "",
+        )
+        self.report.topology.seeds = fleet.seeds  # grows with every worker that is replaced
+        self.report.parameters = self._phase("trainer", lambda: watched(fleet, trainer.ready.remote()))
+        self._name_processes(fleet.pids())
+        weights = RemoteWeights(trainer, generation.dynamo_cfg.control_timeout_s)
+        self._train(self._prepare(fleet, trainer, weights, model_dir))
+
+    def _name_processes(self, fleet: dict[str, list[int]]) -> None:
+        """Write processes.json: process ids by name, for whoever watches the run from outside."""
+        pids = {"driver": [os.getpid()], **fleet}
+        write_atomically(self.out / "processes.json", json.dumps(pids, indent=2) + "\n")
+
+    def _phase(self, name: str, action: Any) -> Any:
+        began = time.monotonic()
+        result = action()
+        seconds = self.report.phases[name] = time.monotonic() - began
+        self.say(f"{name} ready in {seconds:.1f} s")
+        return result
+
+    def _prepare(self, fleet: Fleet, trainer: Any, weights: Any, model_dir: Path) -> Parts:
+        recipe, generation, tokenizer = self.recipe, self.recipe.policy.generation, self.tokenizer
+        task = make_task(recipe.data.dataset_name, tokenizer, recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
+        model_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        gate = AdmissionGate()
+        journal = RequestJournal(self.out / "requests.jsonl")
+        self._stack.callback(journal.close)
+        url = fleet.frontend.url
+        if recipe.faults.break_connections:
+            url = self._stack.enter_context(flaky_proxy(url, recipe.faults.break_connections, recipe.grpo.seed))
+        limits = (
+            model_config["vocab_size"],
+            generation.vllm_cfg.max_model_len,
+        )
+        client = RolloutClient(url, gate, *limits, generation.dynamo_cfg.request_timeout_s, journal)
+        prober = RolloutClient(fleet.frontend.url, gate, *limits, generation.dynamo_cfg.control_timeout_s, journal)
+        sampling = Sampling(
+            generation.max_new_tokens,
+            generation.temperature,
+            stop_token_ids=tuple(generation.stop_token_ids or ()),
+            stop_strings=merge_stop_strings(generation.stop_strings),
+        )
+        vocabulary = min(len(tokenizer), model_config["vocab_size"])
+        probe_length = min(2 * generation.vllm_kwargs.block_size + 1, generation.vllm_cfg.max_model_len - 1)
+        probe_sampling = Sampling(1, generation.temperature, ignore_eos=True)
+        instances = list(fleet.workers)
+
+        def probe(worker: Worker, round_number: int) -> list[Completion]:
+            prompts = probe_prompts(round_number, vocabulary, probe_length)
+            return asyncio.run(prober.complete_on(worker.instance_id, prompts, probe_sampling))
+
+        def replace_lost(lost: Mapping[int, str]) -> list[Worker]:
+            workers = fleet.replace(lost)
+            known = {worker.instance_id for worker in instances}
+            instances.extend(worker for worker in workers if worker.instance_id not in known)
+            self._name_processes(fleet.pids())
+            return workers
+
+        def new_refit() -> FleetRefit:
+            return FleetRefit(
+                fleet.workers,
+                weights,
+                gate,
+                probe,
+                address=ADDRESS,
+                timeout_s=generation.dynamo_cfg.control_timeout_s,
+                attempts=generation.dynamo_cfg.update_attempts,
+                replace=replace_lost,
+                ranks_per_worker=recipe.devices_per_engine,
+                on_step=lambda version, name: self.event(f"refit {version}: {name}"),
+                on_transition=self._note_transition,
+            )
+
+        records = self._stack.enter_context(RecordWriter(self.out / "rollouts.jsonl"))
+        sinks = open_sinks(recipe.logger, self.out)
+        telemetry = Telemetry(fleet, generation, sinks, lambda: len(self.report.steps))
+        self._stack.enter_context(telemetry)
+        return Parts(
+            fleet=fleet,
+            trainer=trainer,
+            client=client,
+            prober=prober,
+            probe=probe,
+            refit=new_refit(),
+            new_refit=new_refit,
+            sampling=sampling,
+            task=task,
+            records=records,
+            journal=journal,
+            telemetry=telemetry,
+            overlap_prompt=probe_prompts(0, vocabulary, probe_length)[0],
+            instances=instances,
+        )
+
+    def _train(self, parts: Parts) -> None:
+        steps, fleet = self.recipe.grpo.max_num_steps, parts.fleet
+        self._refit(parts, 0)
+        self._check_seeds(parts)
+        self.report.sockets = checks.check_sockets(self.checks)
+        for step in range(1, steps + 1):
+            self._step(parts, step)
+            checks.check_stale_refused(self.checks, step, parts.refit)
+            self._refit(parts, step)
+        prompts = [prompt.token_ids for prompt in parts.task.prompts(steps + 1)]
+        checks.check_post_update(self.checks, self._generate(parts, prompts, steps + 1), str(parts.refit.version))
+        self._check_overlap(parts)
+        checks.check_routing(self.checks, fleet, parts.records.instance_ids)
+        fleet.check_membership()
+        parts.telemetry.poll()
+        checks.check_telemetry(self.checks, parts.telemetry, len(parts.instances) - len(fleet.workers))
+        attempts = parts.journal.attempts
+        self.report.requests = checks.check_join(self.checks, attempts, fleet, self.out / "logs")
+        self._keep_metrics(fleet)
+
+    def _step(self, parts: Parts, step: int) -> None:
+        """Rollouts, and one optimizer step on them."""
+        batch = self._rollouts(parts, step)
+        metrics = watched(parts.fleet, parts.trainer.train.remote(batch.samples(), step))
+        self.report.steps.append(as_step(step, batch, metrics))
+        parts.telemetry.write({f"train/{name}": value for name, value in metrics.items()}, step)
+        checks.check_step(self.checks, step, batch, metrics, self.recipe.checks)
+        self.say(f"step {step}: reward {batch.mean_reward:.3f}, " + checks.describe_step(metrics))
+
+    def _note_transition(self, transition: Transition) -> None:
+        self.report.refit_transitions.append(transition)
+        self.event(f"refit {transition.version} {transition.before} → {transition.after}: {transition.reason}")
+        if transition.event is not Event.DONE or transition.before is State.RECOVERING:
+            self.say(f"refit: {transition.before} → {transition.after}: {transition.reason}")
+
+    def _check_overlap(self, parts: Parts) -> None:
+        """A shared prefix overlaps the second time the router sees it, and no more once the caches are cleared.
+
+        Asked of the frontend itself: where a connection breaks behind the answer, the next attempt would find the
+        prefix that the one before it left in the cache.
+        """
+        prompt, sampling = parts.overlap_prompt, Sampling(1, parts.sampling.temperature, ignore_eos=True)
+
+        def routed() -> Completion:
+            time.sleep(EVENT_DELAY_S)  # cache events reach the router behind the answers
+            return asyncio.run(parts.prober.complete_all([prompt], sampling))[0]
+
+        routed()
+        warm = routed()
+        cleared = checks.cleared_events(parts.fleet)
+        for worker in parts.fleet.workers:
+            worker.control.call("flush_cache")
+            # An engine tells of a clear with its next step.
+            asyncio.run(parts.prober.complete_on(worker.instance_id, [prompt[:4]], sampling))
+        checks.await_cleared(parts.fleet, cleared)
+        checks.check_overlap(self.checks, warm, routed())
+
+    def _check_seeds(self, parts: Parts) -> None:
+        """One prompt to every worker, at temperature 1 whatever the recipe's, as long as an answer may be.
+
+        Before any rollout: until then all engines have drawn as many random numbers, and with one seed the same.
+        """
+        prompt = parts.task.prompts(1)[0].token_ids
+        room = self.recipe.policy.generation.vllm_cfg.max_model_len - len(prompt)
+        sampling = Sampling(min(room, SEED_TOKENS), ignore_eos=True)
+        check_seeds(
+            self.checks,
+            parts.fleet.workers,
+            lambda worker: asyncio.run(parts.prober.complete_on(worker.instance_id, [prompt], sampling))[0],
+        )
+
+    def _keep_metrics(self, fleet: Fleet) -> None:
+        logs = self.out / "logs"
+        (logs / "frontend.prom").write_text(fleet.frontend.metrics(), encoding="utf-8")
+        for worker in fleet.workers:
+            (logs / f"worker-{worker.index}.prom").write_text(worker.control.metrics(), encoding="utf-8")
+
+    def _refit(self, parts: Parts, version: int, name: str = "") -> RefitResult:
+        """Bring the fleet to `version`, and judge it. Where the fleet goes back to a version, so does the trainer."""
+        fleet = parts.fleet
+        if not fleet.lost_workers():
+            fleet.check_membership()
+        cleared = checks.cleared_events(fleet)
+        try:
+            result = parts.refit.update(version)
+        except RunError:
+            fleet.check_control_plane()  # a dead process is the first cause
+            raise
+        self.report.refits.append(Refit.model_validate(result))
+        checks.check_refit(self.checks, name or f"refit{version}", result, fleet, cleared)
+        if not result.reached:
+            watched(fleet, parts.trainer.go_back.remote(result.version))
+        phases = ", ".join(f"{name} {seconds * 1000:.0f}" for name, seconds in result.phases.items())
+        self.say(f"policy version {result.version} on every worker in {result.total_s:.2f} s (ms: {phases})")
+        return result
+
+    def _generate(self, parts: Parts, prompts: list[tuple[int, ...]], step: int) -> list[Completion]:
+        """A completion for each prompt. What is lost with a worker is generated again, once, by a fleet made whole."""
+        version = parts.refit.version
+
+        def note_lost(index: int, error: RolloutError) -> None:
+            self.report.lost_samples.append(LostSample(step=step, rollout=index, reason=str(error)))
+
+        def make_whole() -> None:
+            assert version is not None
+            self._refit(parts, version, f"step{step}.replacement")
+
+        return generate(
+            parts.client,
+            parts.fleet,
+            prompts,
+            parts.sampling,
+            find_lost=parts.refit.find_lost,
+            make_whole=None if version is None else make_whole,
+            on_lost=note_lost,
+        )
+
+    def _rollouts(self, parts: Parts, step: int) -> RolloutBatch:
+        prompts = parts.task.prompts(step)
+        generations = self.recipe.grpo.num_generations_per_prompt
+        flat = [prompt.token_ids for prompt in prompts for _ in range(generations)]
+        self.say(f"step {step}: {len(prompts)} prompts × {generations} generations")
+        self.event(f"step {step}: generating")
+        completions = self._generate(parts, flat, step)
+        batch = score(prompts, completions, parts.task, self.recipe.grpo)
+        parts.records.write(
+            [
+                RolloutRecord(
+                    run=self.run_dir.name,
+                    step=step,
+                    group=index // generations,
+                    rollout=index,
+                    attempt=completion.attempt,
+                    policy_version=parts.refit.version if parts.refit.version is not None else -1,
+                    request_id=completion.request_id,
+                    instance_id=completion.instance_id,
+                    sent_at=completion.sent_at,
+                    answered_at=completion.answered_at,
+                    prompt_token_ids=completion.prompt_token_ids,
+                    token_ids=completion.token_ids,
+                    logprobs=completion.logprobs,
+                    max_tokens=completion.max_tokens,
+                    truncated=completion.truncated,
+                    reward=batch.rewards[index],
+                    advantage=batch.advantages[index],
+                    accepted=completion.problem is None,
+                    reason=completion.problem,
+                )
+                for index, completion in enumerate(completions)
+            ]
+        )
+        checks.check_rollouts(self.checks, step, batch, parts.instances, self.recipe.checks)
+        return batch
+
+
+def watched(fleet: Fleet, reference: Any) -> Any:
+    """The value of a Ray reference, unless a process that nothing replaces dies first: then ProcessDiedError."""
+    import ray
+    from ray.exceptions import RayError
+
+    while not ray.wait([reference], timeout=WATCH_INTERVAL_S)[0]:
+        fleet.check_control_plane()
+    try:
+        return ray.get(reference)
+    except RayError as error:
+        cause = getattr(error, "cause", None) or error
+        raise RunError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:400]}") from error
+
+
+def as_step(step: int, batch: RolloutBatch, metrics: dict[str, float]) -> Step:
+    """A step's figures for the report."""
+    return Step(
+        step=step,
+        samples=len(batch.completions),
+        truncated=batch.truncated,
+        mean_reward=batch.mean_reward,
+        **metrics,
+    )
+
+
+def interrupt(signum: int, _frame: Any) -> None:
+    """SIGTERM ends a run as an error would."""
+    raise InterruptedRunError(f"stopped by {signal.Signals(signum).name}")
