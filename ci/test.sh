@@ -30,6 +30,7 @@ static() {
   .venv/bin/python -m ruff check .
   .venv/bin/python -m ruff format --check .
   .venv/bin/python -m mypy
+  .venv/bin/lint-imports --no-logo --no-cache
   git ls-files -z -- '*.sh' .ci/run | xargs -0 shellcheck
 }
 
