@@ -53,7 +53,7 @@ def test_an_unknown_profile() -> None:
 class TestArchives:
     @pytest.fixture
     def base(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Base]:
-        """A base that wants an archive which a server on loopback has."""
+        """A base that needs an archive from a server on loopback."""
         (tmp_path / "served").mkdir()
         (tmp_path / "served/etcd.tar.gz").write_bytes(b"archive")
         handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "served"))
