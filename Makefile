@@ -1,4 +1,4 @@
-# Each target is a station of the road; PROFILE, NAME, IMAGE and REGISTRY override what it works on.
+# One target per stage; PROFILE, NAME, IMAGE and REGISTRY override what it works on.
 # shell variables: IMAGE=registry.example.com/nemo-rl:tag make image push
 PROFILE ?= cpu
 NAME ?= $(PROFILE)
@@ -8,8 +8,8 @@ BUILD = .venv/bin/python build.py
 
 .PHONY: env ready lock fetch image push sqsh functional verify bench demo test test-full clean distclean
 
-# Each command first sees to what it needs of this machine, or says at once what is missing; with CI=true, and for `demo`
-# and `test`, missing system packages are installed, and named.
+# Each command first checks that this machine has what it needs, and names what is missing; with CI=true, and for `demo`
+# and `test`, missing system packages are installed and their names printed.
 env:
 	@ci/python-env.sh
 
@@ -38,12 +38,12 @@ functional: env
 verify: env
 	@$(BUILD) verify
 
-# Conversion to squashfs, ours and others' side by side: docs/bench/sqsh.md. BENCH adds options.
+# Conversion to squashfs, compared with other tools: docs/bench/sqsh.md. BENCH adds options.
 bench: ready
 	@$(BUILD) services start
 	@eval "$$($(BUILD) services env)" && .venv/bin/python -m bench.sqsh $(BENCH)
 
-# The whole road on this machine, from nothing; says which system packages it installs.
+# The whole pipeline on this machine; names the system packages it installs.
 demo:
 	@ci/demo.sh
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The command line of the kit: one subcommand a station, each a few lines that call kit/."""
+"""The command line of the kit: one subcommand per stage of the release, each a few lines that call kit/."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON on 
 @app.callback()
 def common(
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", envvar="QUIET", help="Say nothing but errors.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", envvar="QUIET", help="Print errors only.")] = False,
 ) -> None:
     from kit.steps import set_quiet
 
@@ -55,7 +55,7 @@ def lock(
     profile: Annotated[list[str] | None, typer.Argument(help="Which sets to write; all when none is named.")] = None,
     upgrade: Annotated[bool, typer.Option(help="Take newer versions that the .in files allow.")] = False,
 ) -> None:
-    """Write the lockfiles anew from lockfiles/*.in.
+    """Rewrite the lockfiles from lockfiles/*.in.
 
     Example: ./build.py lock cpu
     """
@@ -66,7 +66,7 @@ def lock(
 
 @app.command()
 def fetch(profile: Profile = "cpu") -> None:
-    """Bring every locked input, verified, to dist/inputs/PROFILE.
+    """Download every locked input, verified, to dist/inputs/PROFILE.
 
     Example: ./build.py fetch --profile cpu
     """
@@ -80,7 +80,7 @@ def image(
     name: Name = "",
     profile: Profile = "cpu",
     dynamo: Annotated[bool, typer.Option(help="With the Dynamo environment; without, the trainer image.")] = True,
-    lean: Annotated[bool, typer.Option(help="Keep nothing for a next build: saves 11 GB of disk.")] = False,
+    lean: Annotated[bool, typer.Option(help="Keep no build cache: saves 11 GB of disk.")] = False,
     json: Json = False,
 ) -> None:
     """Build the image into dist/NAME/oci and record its digest.
@@ -128,7 +128,7 @@ def services(
 def clean(
     everything: Annotated[bool, typer.Option("--all", help="Also inputs, tools and the Python environment.")] = False,
 ) -> None:
-    """Stop the services and remove releases and caches, saying what.
+    """Stop the services and remove releases and caches; what is removed is printed.
 
     Examples: ./build.py clean
               ./build.py clean --all
@@ -170,8 +170,8 @@ def run(
     command: Annotated[list[str] | None, typer.Argument(help="What to run; the image's own if nothing.")] = None,
     sqsh: Annotated[Path | None, typer.Option(help="The squashfs; dist/NAME/NAME.sqsh if none.")] = None,
     name: Name = "cpu",
-    mount: Annotated[list[str] | None, typer.Option(help="SRC:DST[:ro], as often as needed.")] = None,
-    env: Annotated[list[str] | None, typer.Option(help="NAME=value, or NAME to hand ours on.")] = None,
+    mount: Annotated[list[str] | None, typer.Option(help="SRC:DST[:ro]; may be repeated.")] = None,
+    env: Annotated[list[str] | None, typer.Option(help="NAME=value, or NAME to pass on the value it has here.")] = None,
     network: Annotated[str, typer.Option(help="host, or none for a loopback of its own.")] = "host",
     engine: Annotated[str, typer.Option(help="enroot, own, or auto: enroot where it is installed.")] = "auto",
 ) -> None:
@@ -196,7 +196,7 @@ def functional(
     name: Name = "",
     engine: Annotated[str, typer.Option(help="enroot, own, or auto: enroot where it is installed.")] = "auto",
 ) -> None:
-    """Run the suite in a release's squashfs (the newest one's, if no name is given) and record what it proved.
+    """Run the suite in a release's squashfs (the newest one's, if no name is given) and record the result.
 
     \b
     Examples: ./build.py functional
@@ -211,7 +211,7 @@ def functional(
 
 @app.command()
 def verify(name: Annotated[str, typer.Argument(envvar="NAME")] = "cpu", json: Json = False) -> None:
-    """Hold every section of a release's record against the artifact it speaks of: exit status 0 or 1.
+    """Compare every section of a release's record with its artifact: exit status 0 or 1.
 
     \b
     Example: ./build.py verify cpu
@@ -226,10 +226,10 @@ def verify(name: Annotated[str, typer.Argument(envvar="NAME")] = "cpu", json: Js
 @app.command()
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A release's name, OCI layout, archive or reference.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="The image to hold against it.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The image to compare it with.")],
     json: Json = False,
 ) -> None:
-    """Name what differs between two images: exit status 0 equal, 1 different, 2 one cannot be read.
+    """List what differs between two images: exit status 0 equal, 1 different, 2 one cannot be read.
 
     \b
     Examples: ./build.py diff cpu ../other-clone/dist/cpu/oci
@@ -249,7 +249,7 @@ def _answer(text: str, json: bool) -> None:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    for number in INTERRUPTS:  # an impatient second one must not cut the clean-up short
+    for number in INTERRUPTS:  # a second signal must not interrupt the clean-up
         signal.signal(number, lambda *_: None)
     raise Interrupted
 
@@ -269,7 +269,7 @@ def main() -> int:
         _complain(str(error))
         _debug_traceback()
         return error.status
-    except BrokenPipeError:  # whoever read our answer has heard enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (Interrupted, typer.Abort):

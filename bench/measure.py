@@ -1,4 +1,4 @@
-"""What a way of doing something takes: wall and CPU time, memory, disk."""
+"""Measure shell commands: wall and CPU time, memory, disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Row:
-    """One way, measured once. Sizes are bytes; `load` is the machine's before it began."""
+    """One measurement of one method. Times in seconds, sizes in bytes; `load` is the load average before."""
 
     way: str
     wall_s: float
@@ -28,8 +28,8 @@ class Row:
 def measure(way: str, steps: list[str], out: Path, keep: bool = False) -> Row:
     """Run shell commands one after the other, then sync `out`, which they make.
 
-    Memory is the peak of the sum over their processes, disk the least that was free on `out`'s filesystem against what
-    was free before: both are looked at ten times a second, and what others write meanwhile counts too.
+    Memory is the peak of the sum over their processes, disk the largest decrease of free space on `out`'s file system;
+    both are sampled ten times a second, and writes of other programs count too. Exits with an error if a command fails.
     """
     load = os.getloadavg()[0]
     os.sync()
@@ -56,7 +56,7 @@ def measure(way: str, steps: list[str], out: Path, keep: bool = False) -> Row:
 
 
 def best(rows: list[Row]) -> list[Row]:
-    """The quickest run of each way, in the order in which the ways first came."""
+    """The fastest row of each method, in the order in which the methods first occur."""
     found: dict[str, Row] = {}
     for row in rows:
         if row.way not in found or row.wall_s < found[row.way].wall_s:

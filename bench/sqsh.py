@@ -1,10 +1,10 @@
-"""Squashfs conversion, ours and others', of one image in one run: a table and a plot in docs/.
+"""Compare squashfs converters on one image in one run: a table and a plot in docs/.
 
     python -m bench.sqsh dist/cpu/oci --registry 127.0.0.1:5000/nemo-rl:cpu
 
-Every way reads the same layers, which are in the page cache, and ends with its output synced. enroot and docker read
-them from a registry on loopback; what docker's daemon takes in time and memory is in nobody's figures but the wall
-clock's. A way whose tool or registry is missing is left out, and the table says so.
+Every method reads the same layers, which are in the page cache, and ends with its output synced. enroot and docker read
+them from a registry on loopback; CPU time and memory of docker's daemon are not measured. A method whose tool or
+registry is missing is left out, and the table says so.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("image", type=Path, nargs="?", default=REPO / "dist/cpu/oci")
-    add("--registry", help="the same image on loopback, for enroot and docker; where the image's record says it went")
+    add("--registry", help="the same image on loopback, for enroot and docker; default: the record's push")
     add("--work", type=Path, default=REPO / ".state/bench")
     add("--docs", type=Path, default=REPO / "docs/bench")
-    add("--rounds", type=int, default=3, help="of each way; the quickest counts")
-    add("--only", choices=["ways", "options"], help="the ways, or what compressor, level and block size make of it")
+    add("--rounds", type=int, default=3, help="of each method; the fastest counts")
+    add("--only", choices=["ways", "options"], help="the methods, or the choices of compressor, level and block size")
     arguments = parser.parse_args()
     if not (arguments.image / "index.json").exists():
         sys.exit(f"error: no image at {arguments.image}: make it first (make image), or name an OCI layout")
@@ -76,7 +76,7 @@ def main() -> None:
     arguments.docs.mkdir(parents=True, exist_ok=True)
     result.write_text(json.dumps(found, indent=2) + "\n")
     if "rows" not in found:
-        sys.exit(f"error: {result} has no ways yet: run without --only first")
+        sys.exit(f"error: {result} has no rows yet: run without --only first")
     rows = [Row(**row) for row in found["rows"]]
     page = table(rows, found["about"], [Choice(**choice) for choice in found.get("options", [])])
     (arguments.docs / "sqsh.md").write_text(page)
@@ -140,8 +140,8 @@ class Bench:
         return rows, unpacked, entries
 
     def _from_cache(self, changed: Path) -> list[Row]:
-        """A copy and a conversion take turns: what one writes to memory that the other has just freed is written
-        quicker than where a virtual machine must first get memory from its host."""
+        """Copies and conversions alternate: writes to memory that was just freed are faster than writes for which a
+        virtual machine must first get memory from its host."""
         cache, own = self._work / "cache", self._work / "own-cache"
         rows = [self._convert(FIRST, self.image, "--cache", cache, keep=True)]
         for _ in range(TURNS):
@@ -193,7 +193,7 @@ class Bench:
 
 
 def recorded(image: Path) -> str:
-    """Where the kit has pushed the image, if that is on loopback and answers."""
+    """The reference that the kit pushed the image to, if it is on loopback and answers; else empty."""
     record = image.absolute().parent / "record.json"
     push = json.loads(record.read_text()).get("push") if record.exists() else None
     reference: str = push["reference"] if push else ""

@@ -1,4 +1,4 @@
-"""What compressor, level and block size make of one image: size, conversion, reading."""
+"""Compare compressors, levels and block sizes on one image: size, conversion time, reading speed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Choice:
 
 
 def compare(sqsh: list[str], image: Path, out: Path, rounds: int) -> list[Choice]:
-    """Convert with each choice, then read the result from a mount, its pages dropped from the cache before."""
+    """Convert with each choice, then read the mounted result, after its pages are dropped from the cache."""
     found = []
     for compressor, level, block in CHOICES:
         options = ["--compressor", compressor, "--level", str(level), "--block-size", f"{block}K"]
@@ -48,7 +48,7 @@ def compare(sqsh: list[str], image: Path, out: Path, rounds: int) -> list[Choice
         with _mounted(out) as place:
             everything = _read_all(place)
             files = [path for path in place.rglob("*.so*") if path.is_file() and not path.is_symlink()]
-            _forget(out)
+            _drop_from_page_cache(out)
             at_random = _read_at_random(files)
         found.append(Choice(compressor, level, block, row.size, row.wall_s, row.cpu_s, everything, at_random))
         out.unlink()
@@ -56,7 +56,7 @@ def compare(sqsh: list[str], image: Path, out: Path, rounds: int) -> list[Choice
 
 
 def warm(image: Path) -> None:
-    """Have an OCI layout's blobs in the page cache."""
+    """Load an OCI layout's blobs into the page cache."""
     for path in (image / "blobs/sha256").iterdir():
         with path.open("rb") as file:
             while file.read(1 << 20):
@@ -65,7 +65,7 @@ def warm(image: Path) -> None:
 
 @contextmanager
 def _mounted(squashfs: Path) -> Iterator[Path]:
-    _forget(squashfs)
+    _drop_from_page_cache(squashfs)
     place = squashfs.with_suffix(".mount")
     place.mkdir()
     try:
@@ -76,8 +76,8 @@ def _mounted(squashfs: Path) -> Iterator[Path]:
         place.rmdir()
 
 
-def _forget(squashfs: Path) -> None:
-    """Nothing of the file, nor of what is mounted from it, stays in the page cache."""
+def _drop_from_page_cache(squashfs: Path) -> None:
+    """Remove the file, and what was read through its mounts, from the page cache."""
     handle = os.open(squashfs, os.O_RDONLY)
     os.fsync(handle)
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -86,14 +86,14 @@ def _forget(squashfs: Path) -> None:
 
 
 def _read_all(place: Path) -> float:
-    """Seconds for every file, two at a time."""
+    """Seconds to read all files, two at a time."""
     started = time.monotonic()
     subprocess.run(f"find {place} -type f -print0 | xargs -0 -n 64 -P 2 cat >/dev/null", shell=True, check=True)
     return time.monotonic() - started
 
 
 def _read_at_random(files: list[Path]) -> float:
-    """Reads a second of 4 kB at random places of the libraries, one after the other, as a program's start does."""
+    """Reads per second: 4 kB at random offsets of the libraries, one after the other, as when a program starts."""
     chance = random.Random(1)
     sizes = [path.stat().st_size for path in files]
     chosen = chance.choices(files, weights=sizes, k=RANDOM_READS)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Give this machine what the road needs, and touch no more of it than that.
+# Prepare this machine for the pipeline, and change nothing else.
 #
 #   ci/bootstrap.sh          say what is missing; install nothing into the system
 #   ci/bootstrap.sh --yes    install the missing system packages too (so does CI=true)
@@ -31,7 +31,7 @@ needs=(
   "/usr/share/keyrings/debian-archive-keyring.gpg debian-archive-keyring"
 )
 
-# An archive out of reach is an error at once, and not a warning before others.
+# An unreachable archive is an error at once, not a warning followed by others.
 apt_options=(-o APT::Update::Error-Mode=any -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20)
 
 die() {
@@ -68,7 +68,7 @@ install_system_packages() {
   logged "apt-get install" apt-get "${apt_options[@]}" -qq install --no-install-recommends "${packages[@]}"
 }
 
-# logged TITLE PROGRAM…: what it says goes to a file; its failure is one line
+# logged TITLE PROGRAM…: its output goes to a file; a failure is reported in one line
 logged() {
   local log=$state/apt-install.log said
   if ! "${@:2}" >"$log" 2>&1; then
@@ -77,7 +77,7 @@ logged() {
   fi
 }
 
-# What the build needs of a Docker: buildx, and the containerd image store (OCI output and digests hang on it).
+# What the build needs of a Docker: buildx, and the containerd image store (for OCI output and digests).
 can_build() {
   command -v docker >/dev/null && docker buildx version >/dev/null 2>&1 &&
     timeout 20 docker info --format '{{json .DriverStatus}}' 2>/dev/null | grep -q 'io.containerd.snapshotter'

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole road on this machine: bootstrap, environment, image, registry, squashfs, suite, and each digest compared.
+# The whole pipeline on this machine: bootstrap, environment, image, registry, squashfs, suite, and each digest compared.
 # KEEP=1 leaves the registry and the engine running.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -53,4 +53,4 @@ build verify "$name"
 
 used=$(((free_at_start - $(cat "$lowest")) / 1000000))
 minutes=$(((SECONDS - started) / 60)) seconds=$(((SECONDS - started) % 60))
-echo "demo: green after $minutes min $seconds s; peak extra disk $used GB; the proof is in dist/$name/functional"
+echo "demo: green after $minutes min $seconds s; peak extra disk $used GB; the results are in dist/$name/functional"

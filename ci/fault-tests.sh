@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Inside the image: whole runs that are hurt on purpose. The working tree's functional/ and tests/ lie in /src.
+# Inside the image: whole runs with faults injected. The working tree's functional/ and tests/ are mounted at /src.
 set -euo pipefail
 cd /src
 export PYTHONDONTWRITEBYTECODE=1

@@ -1,6 +1,6 @@
-"""Print what a fixed piece of work takes here, so that figures of different machines can be compared.
+"""Print the time of a fixed computation, so that figures of different machines can be compared.
 
-Compression and hashing of the same bytes, as images want it, and plain Python, as tests do; the quickest of three.
+Compression and hashing of the same bytes, as for images, and plain Python, as in tests; the fastest of three.
 """
 
 from __future__ import annotations

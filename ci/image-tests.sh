@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Inside the image: the tests of what runs there, the suite's with the trainer's Python, the engine's with Dynamo's.
-# The working tree's functional/ and tests/ lie in /src.
+# The working tree's functional/ and tests/ are mounted at /src.
 set -euo pipefail
 cd /src
 export PYTHONDONTWRITEBYTECODE=1

@@ -1,8 +1,9 @@
-"""Whether the locked Dynamo and vLLM take the command lines that the runtime makes of a recipe; needs no GPU.
+"""Check that the locked Dynamo and vLLM accept the command lines that the runtime makes of a recipe; needs no GPU.
 
     ./build.py run --name cuda-trixie --mount "$PWD/ci:/ci:ro" -- python /ci/parse-argv.py recipes/grpo_gpu.yaml
 
-vLLM asks its platform for defaults while it builds the parser, and finds none without a driver: the CPU one stands in.
+vLLM takes defaults from its platform while it builds the parser. Without a driver there is none, and the CPU platform
+is used instead.
 """
 
 import sys
@@ -28,7 +29,7 @@ def main(recipe: str) -> None:
             check.result(TIMEOUT_S)
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    print(f"{recipe}: the parsers of dynamo.vllm and dynamo.frontend take the runtime's arguments")
+    print(f"{recipe}: the parsers of dynamo.vllm and dynamo.frontend accept the runtime's arguments")
 
 
 if __name__ == "__main__":

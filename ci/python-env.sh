@@ -37,7 +37,7 @@ find_uv() {
   echo "$state/uv/bin/uv"
 }
 
-# What the program says goes to a file; its failure is one line.
+# The program's output goes to a file; a failure is reported in one line.
 logged() {
   local log=$state/python-env.log said
   if ! "$@" >"$log" 2>&1; then

@@ -47,7 +47,7 @@ private_apt() {
   )
   if ! cmp -s "$root/sources.list.new" "$root/sources.list" || [ -z "$(find "$root/fresh" -mmin -60 2>/dev/null)" ]; then
     mv "$root/sources.list.new" "$root/sources.list"
-    # An archive out of reach is an error at once, and not a warning before others.
+    # An unreachable archive is an error at once, not a warning followed by others.
     logged "$root/apt.log" apt-get "${apt_options[@]}" -o APT::Update::Error-Mode=any -qq update
     touch "$root/fresh"
   else
@@ -55,7 +55,7 @@ private_apt() {
   fi
 }
 
-# logged FILE PROGRAM…: what it says goes to the file; its failure is one line
+# logged FILE PROGRAM…: its output goes to the file; a failure is reported in one line
 logged() {
   local said
   if ! "${@:2}" >"$1" 2>&1; then

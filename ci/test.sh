@@ -4,7 +4,7 @@
 #   ci/test.sh               every part but `full`, up to the first that fails
 #   ci/test.sh static unit   these parts
 #
-# On a machine with nothing it first installs the Debian packages that are missing, and says which (ci/bootstrap.sh).
+# It first installs the Debian packages that are missing, and prints their names (ci/bootstrap.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,8 +16,8 @@ build=(.venv/bin/python build.py)
 pytest=(env -u KEEP .venv/bin/python -m pytest -q)
 summary=()
 
-# What the parts need: packages, tools, the Python environment and, for the road, the inputs; so that a network that is
-# missing is seen at once, and not after minutes.
+# What the parts need: packages, tools, the Python environment and, for `road`, the inputs; so that a missing network is
+# reported at once, and not after minutes.
 prepare() {
   ci/bootstrap.sh --yes
   ci/python-env.sh
@@ -30,6 +30,7 @@ static() {
   .venv/bin/python -m ruff check .
   .venv/bin/python -m ruff format --check .
   .venv/bin/python -m mypy
+  .venv/bin/lint-imports --no-logo --no-cache
   git ls-files -z -- '*.sh' .ci/run | xargs -0 shellcheck
 }
 
@@ -37,6 +38,7 @@ unit() {
   "${pytest[@]}" -m 'not sqsh and not image and not road and not full'
 }
 
+# The whole pipeline, from locked inputs to a verified release.
 road() {
   "${build[@]}" image ${CI:+--lean}
   "${build[@]}" push
@@ -45,7 +47,7 @@ road() {
   "${build[@]}" verify
 }
 
-# The stations with real components and tiny inputs, and some with the road's own.
+# Tests of single stages with real components: most with tiny inputs, some with the release that `road` made.
 stations() {
   "${pytest[@]}" -m '(sqsh or image) and not full'
 }
@@ -60,7 +62,7 @@ inside() {
   in_image image-tests.sh
 }
 
-# Whole runs that are hurt on purpose.
+# Whole runs with faults injected.
 faults() {
   in_image fault-tests.sh
 }

@@ -1,1 +1,1 @@
-"""Host side of the kit: from locked inputs to a proven release, one module per station of the road."""
+"""Host side of the kit: from locked inputs to a verified release, one module per stage."""

@@ -1,4 +1,4 @@
-"""What lockfiles/bases.toml says about a profile's base."""
+"""Models of lockfiles/bases.toml and lockfiles/archives.toml: a profile's base image and the archives it needs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Base(BaseModel):
     suite: str | None = None
     image: Annotated[str | None, Field(pattern=r"@sha256:[0-9a-f]{64}$")] = None
     archives: tuple[str, ...] = ()
-    """Names in archives.toml that are taken where their host can be reached."""
+    """Names in archives.toml; each is used if its host can be reached."""
     locks: str | None = None
-    """Whose locks the profile takes; its own if none."""
+    """The profile whose locks this one uses; its own if None."""
 
 
 class Bases(BaseModel):
@@ -43,7 +43,7 @@ class Bases(BaseModel):
 
 
 class Archive(BaseModel):
-    """One archive: where it lies, and its sha256 for each machine."""
+    """One archive: its URL, and its sha256 for each machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

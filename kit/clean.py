@@ -1,4 +1,4 @@
-"""Remove what the kit made, and say what."""
+"""Remove what the kit made, and print what is removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a program, keep its last words, and never leave it behind."""
+"""Run a program, keep the end of its output, and never leave it running."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def run(
 ) -> Finished:
     """Run `argv` to its end in a process group of its own and return what it printed.
 
-    `env` is added to our own environment. With `log`, both streams are appended to that file, and `stdout`
-    in the answer is empty. Whatever ends us (Ctrl-C, SIGTERM, an exception) ends the
-    whole group first. A failure is one line: program, exit status, its last lines, and `hint`.
+    `env` is added to our own environment. With `log`, both streams are appended to that file, and `stdout` in the
+    result is empty. An exception here, Ctrl-C and SIGTERM included, ends the whole group first. A failure is one line:
+    program, exit status, its last lines, and `hint`. Raises KitError.
     """
     words = tuple(str(word) for word in argv)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -74,7 +74,7 @@ def run(
 
 
 def end_group(process: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
-    """Ask the process group to stop, then make it."""
+    """End the process group: SIGTERM, then SIGKILL after `grace_s` seconds."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)
@@ -90,7 +90,7 @@ def end_group(process: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> Non
 
 def last_lines(text: str, count: int = 3) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " | ".join(lines[-count:])[-600:] or "it said nothing"
+    return " | ".join(lines[-count:])[-600:] or "it printed nothing"
 
 
 def _name(words: tuple[str, ...]) -> str:

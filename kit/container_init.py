@@ -1,4 +1,4 @@
-"""The first process of a container: makes its file system, starts the command, reaps, and passes its exit status on.
+"""The first process of a container: sets up its file system, starts the command, reaps, and returns its exit status.
 
 Runs as a program of its own in fresh mount, PID, IPC and UTS namespaces (see kit/run.py), on the standard library
 alone. Every mount lies in the private mount namespace, and this process ends as soon as the pipe from the runner
@@ -47,7 +47,7 @@ class Spec(TypedDict):
     """What the runner asks for; JSON in an inherited file."""
 
     squashfs: str
-    base: str  # a folder to mount on; what it holds on the host is not touched
+    base: str  # a folder to mount on; its content on the host is not changed
     mounts: list[Mount]
     env: dict[str, str]
     command: list[str]
@@ -73,7 +73,7 @@ def main() -> NoReturn:
 
 
 def enter_root(spec: Spec) -> None:
-    """Mount the squashfs under an overlay in memory and make that the root; the host's tree is out of reach then."""
+    """Mount the squashfs under an overlay in memory and make that the root; the host's tree cannot be reached then."""
     mount("tmpfs", spec["base"], "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
     os.chdir(spec["base"])
     for folder in ("lower", "upper", "work", "root"):
@@ -98,7 +98,7 @@ def enter_root(spec: Spec) -> None:
 
         os.chdir("root")
         call("syscall", PIVOT_ROOT[os.uname().machine], b".", b".")
-        # The host's root now lies on top of ours: out of sight for paths, but its mounts can still be bound.
+        # The host's root is now mounted over ours: no path leads to it, but its mounts can still be bound.
         make_system_mounts(fresh_sys=not spec["host_network"])
         for source, bind in opened:
             bind_mount(source, bind["target"], read_only=bind["read_only"])
@@ -230,7 +230,7 @@ def reap_until_end(child: int, *, keep_running: bool) -> int:
         pid, status = os.waitpid(-1, os.WUNTRACED if keep_running else 0)
         if pid != child:
             continue
-        if os.WIFSTOPPED(status):  # nobody out there could wake what Ctrl-Z stops in here
+        if os.WIFSTOPPED(status):  # after Ctrl-Z no shell outside could continue it
             os.killpg(child, signal.SIGCONT)
             continue
         return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
@@ -248,7 +248,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    if kind:  # what is new needs a place; a bind has made its own
+    if kind:  # a new file system needs a mount point; bind_mount makes its own
         Path(target).mkdir(parents=True, exist_ok=True)
     call("mount", source.encode(), os.fsencode(target), kind.encode(), flags, data.encode(), about=target)
 

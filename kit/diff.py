@@ -1,4 +1,4 @@
-"""What differs between two images, layer by layer and file by file; layers are read as streams, nothing is unpacked."""
+"""Compare two images, layer by layer and file by file; layers are read as streams, nothing is unpacked."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ KINDS = {
     FIFO: "fifo",
 }
 Values = tuple[str | None, str | None]
-"""What a thing is in the first image and in the second; None where it is not there."""
+"""A value in the first image and in the second; None where it is absent."""
 Facts = dict[str, str]
-"""What there is to compare of one entry of a layer, by name."""
+"""The compared properties of one entry of a layer, by name."""
 
 
 class Change(BaseModel):
@@ -50,7 +50,7 @@ class Change(BaseModel):
 
 
 class LayerDifference(BaseModel):
-    """Two layers that stand for each other, the lowest being number 1; None where an image has no such layer."""
+    """Two corresponding layers, the lowest being number 1; None where an image has no such layer."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -80,7 +80,7 @@ class Difference(BaseModel):
 def diff_images(first: str, second: str) -> Difference:
     """Compare two images, each a release's name, an OCI layout, an archive of `docker save` or a registry's reference.
 
-    What cannot be read is bad input (exit status 2), since 1 says that the images differ.
+    Raises UsageError (exit status 2) for an image that cannot be read, as status 1 means that the images differ.
     """
     try:
         images = _find(first), _find(second)
@@ -97,7 +97,7 @@ def diff_images(first: str, second: str) -> Difference:
 
 
 def report_difference(difference: Difference) -> int:
-    """Print what differs, a line each; the answer is the exit status."""
+    """Print one line per difference and return the exit status."""
     for line in _lines(difference):
         print(line)
     return 0 if difference.equal else CHECK_FAILED
@@ -141,7 +141,7 @@ def _parsed(image: Image) -> Any:
 
 
 def _config(first: Any, second: Any, key: str = "") -> Iterator[ConfigDifference]:
-    """Every value that differs, under its path. The layers' own digests are told of with the layers."""
+    """Every value that differs, under its path. The digests of layers are reported with the layers."""
     if key == "rootfs.diff_ids" or first == second:
         return
     if isinstance(first, dict) and isinstance(second, dict):
@@ -244,6 +244,6 @@ def _facts(member: Member, content: str) -> Facts:
 
 
 def _printable(text: bytes) -> str:
-    """For a terminal and for JSON: whatever is no plain character is escaped."""
+    """For a terminal and for JSON: characters that are not printable are escaped."""
     decoded = text.decode(errors="backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in decoded)

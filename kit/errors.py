@@ -1,4 +1,4 @@
-"""What the kit raises when it knows what went wrong."""
+"""Errors with a known cause; each ends a command with one line and an exit status."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ BAD_USAGE = 2
 
 
 class KitError(Exception):
-    """A thing that was asked for could not be done; ends the command with `status`.
+    """An operation failed; ends the command with exit status `status`.
 
     `what` says what failed and where, `hint` what to do about it. Both end up on one line.
     """
@@ -25,9 +25,9 @@ class KitError(Exception):
 
 
 class Interrupted(BaseException):
-    """Ctrl-C, SIGTERM or SIGHUP: unwinds everything, so that nothing stays behind.
+    """Ctrl-C, SIGTERM or SIGHUP: unwinds the stack, so that every clean-up runs.
 
-    Not a KeyboardInterrupt, which typer would turn into an exit status of its own without a word.
+    Not a KeyboardInterrupt, which typer would turn into an exit status of its own without a message.
     """
 
 

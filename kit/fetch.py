@@ -1,4 +1,4 @@
-"""Bring every locked input, verified, to dist/inputs/PROFILE, so that the build needs no network.
+"""Download every locked input, verified, to dist/inputs/PROFILE, so that the build needs no network.
 
 Wheels come through pip with the machine's own configuration (index, mirror, CA), so no address is named here; pip
 checks each against the lock's hashes, and the build checks them again as it installs them.
@@ -26,12 +26,12 @@ from kit.layout import REPO, inputs_dir, only_run, scratch_folder
 from kit.lock import LockSet, lockfile, locks_of, requirements_for
 from kit.steps import complete_step, say, size_text
 
-# Files that no run reads: a fifth of the base.
+# Files that no run reads; together a fifth of the base.
 _LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/info/*", "/usr/share/locale/*")
 
 
-class Manifest(BaseModel):
-    """inputs.json: what lies in the folder, and what it was fetched for."""
+class Inputs(BaseModel):
+    """inputs.json: which files the folder holds, and for which locks and base they were fetched."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,21 +45,21 @@ class Manifest(BaseModel):
     base_sha256: str | None = None
     base_size: int = 0
     base_how: str = ""
-    """Hash of how the base was made: one of an earlier kit's making may be another."""
+    """Hash of the options the base was made with; an earlier version of the kit may have used others."""
     base_packages: dict[str, str] = {}
     """Debian package → version."""
 
 
-def fetch_inputs(profile: str) -> Manifest:
-    """Fetch what is missing and return the manifest; what is there and still right is left alone."""
+def fetch_inputs(profile: str) -> Inputs:
+    """Fetch what is missing, write inputs.json and return it; files that are there and still match are kept."""
     folder = inputs_dir(profile)
     with only_run(f"fetch-{profile}"), complete_step(f"Fetch the inputs of {profile}") as step:
         bases = read_bases()
         base = _possible_here(profile, bases.of(profile))
         locks = {lock.name: sha256_of(lockfile(lock.name)) for lock in locks_of(profile)}
         there = _read(folder)
-        wanted = Manifest(locks=locks, wheels={}, base=base, base_how=_base_how(base, bases.source_date_epoch))
-        if there is not None and _same_wish(there, wanted) and _complete(folder, there):
+        wanted = Inputs(locks=locks, wheels={}, base=base, base_how=_base_how(base, bases.source_date_epoch))
+        if there is not None and _same_request(there, wanted) and _complete(folder, there):
             step.note("all there, reused")
             return there
         reused = there is not None and there.base_how == wanted.base_how and _base_complete(folder, there)
@@ -83,15 +83,8 @@ def fetch_inputs(profile: str) -> Manifest:
         return manifest
 
 
-def read_manifest(profile: str) -> Manifest:
-    manifest = _read(inputs_dir(profile))
-    if manifest is None:
-        raise KitError(f"no inputs of '{profile}' in {inputs_dir(profile)}", "run ./build.py fetch")
-    return manifest
-
-
 def _possible_here(profile: str, base: Base) -> Base:
-    """The base as this machine can have it: made by mmdebstrap, or else the published image."""
+    """The base that this machine can use: made by mmdebstrap, or else the published image."""
     if base.suite is not None and shutil.which("mmdebstrap") and shutil.which("apt-get"):
         return base.model_copy(update={"image": None})
     if base.image is None:
@@ -99,18 +92,18 @@ def _possible_here(profile: str, base: Base) -> Base:
     return base.model_copy(update={"suite": None})
 
 
-def _read(folder: Path) -> Manifest | None:
+def _read(folder: Path) -> Inputs | None:
     try:
-        return Manifest.model_validate_json((folder / "inputs.json").read_bytes())
+        return Inputs.model_validate_json((folder / "inputs.json").read_bytes())
     except (FileNotFoundError, ValidationError):
-        return None  # never fetched, half fetched, or by another version of the kit: fetch again
+        return None  # never fetched, not finished, or written by another version of the kit: fetch again
 
 
-def _same_wish(there: Manifest, wanted: Manifest) -> bool:
+def _same_request(there: Inputs, wanted: Inputs) -> bool:
     return (there.locks, there.base, there.base_how) == (wanted.locks, wanted.base, wanted.base_how)
 
 
-def _complete(folder: Path, manifest: Manifest) -> bool:
+def _complete(folder: Path, manifest: Inputs) -> bool:
     sizes = {path.name: path.stat().st_size for path in _wheels(folder / "wheels")}
     if sizes != manifest.wheels or not (folder / "archives").is_dir():
         return False
@@ -118,7 +111,7 @@ def _complete(folder: Path, manifest: Manifest) -> bool:
     return archives == manifest.archives and (manifest.base.suite is None or _base_complete(folder, manifest))
 
 
-def _base_complete(folder: Path, manifest: Manifest) -> bool:
+def _base_complete(folder: Path, manifest: Inputs) -> bool:
     tar = folder / "base.tar"
     return tar.exists() and tar.stat().st_size == manifest.base_size and sha256_of(tar) == manifest.base_sha256
 
@@ -135,7 +128,9 @@ def _fetch_wheels(locks: tuple[LockSet, ...], base: Base, folder: Path) -> dict[
     for lock in locks:
         with complete_step(f"Wheels of {lock.name}") as step:
             before = {path.name for path in _wheels(folder)}
-            requirements = _requirements(lockfile(lock.name), base) - asked  # what another lock has too is there by now
+            requirements = (
+                _requirements(lockfile(lock.name), base) - asked
+            )  # those of an earlier lock have been downloaded
             asked |= requirements
             names = _pip_download(requirements, base, folder) if requirements else set()
             wanted |= names
@@ -153,7 +148,7 @@ def _requirements(lock: Path, base: Base) -> set[str]:
 
 
 def _pip_download(requirements: set[str], base: Base, folder: Path) -> set[str]:
-    """Names of the wheels that are asked for; those already in `folder` are only checked against their hashes."""
+    """Download what is missing and return the names of all requested wheels; those in `folder` are only hashed."""
     with scratch_folder("fetch") as scratch:
         (scratch / "requirements.txt").write_text("\n".join(sorted(requirements)) + "\n")
         finished = _run_pip_download(scratch / "requirements.txt", base, folder, scratch)
@@ -196,7 +191,7 @@ def _named_wheels(lines: Iterable[str]) -> Iterable[str]:
 
 
 def _fetch_archives(base: Base, folder: Path) -> dict[str, str]:
-    """Bring the base's archives; one whose host is out of reach is left out, as the base has a package of it."""
+    """Download the base's archives; one whose host cannot be reached is left out, as the base has a package of it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     fetched = {}

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and what they hash to."""
+"""Write files atomically, hash them, and measure space."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from kit.errors import KitError
 from kit.steps import say
 
-# What file systems answer that know no locks (Lustre, NFS without its daemon) or no sync of folders (FUSE, SMB).
-UNKNOWN_CALL = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOTTY)
+# Errors of file systems without locks (Lustre, NFS without its daemon) or without fsync of folders (FUSE, SMB).
+UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOTTY)
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -38,7 +38,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 @contextmanager
 def finished_file(path: Path) -> Iterator[Path]:
-    """Give a temporary name beside `path` to write to; the body's success renames it, its failure removes it."""
+    """Yield a temporary path beside `path`; renamed to `path` when the body succeeds, removed when it fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
@@ -56,19 +56,19 @@ def finished_file(path: Path) -> Iterator[Path]:
 def fsync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with if_known(folder, "sync folders: a crash of the machine may still undo a file's name"):
+        with if_supported(folder, "sync folders: a crash of the machine may still undo a file's name"):
             os.fsync(handle)
     finally:
         os.close(handle)
 
 
 @contextmanager
-def if_known(folder: Path, what: str) -> Iterator[None]:
-    """Go on, with a note, where the file system knows no such call."""
+def if_supported(folder: Path, what: str) -> Iterator[None]:
+    """Continue, with a note, where the file system does not support the call in the body."""
     try:
         yield
     except OSError as error:
-        if error.errno not in UNKNOWN_CALL:
+        if error.errno not in UNSUPPORTED:
             raise
         _note_once(f"note: {folder} cannot {what} ({error.strerror})")
 
@@ -79,7 +79,7 @@ def _note_once(text: str) -> None:
 
 
 def need_space(folder: Path, size: int, what: str) -> None:
-    """Refuse to begin what the disk cannot hold; a full disk half way costs minutes and takes others down with it."""
+    """Raise KitError unless the disk of `folder` has `size` bytes free: a full disk makes other programs fail too."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -97,7 +97,7 @@ def sha256_of(path: Path) -> str:
 
 
 def tree_size(folder: Path) -> int:
-    """Bytes that a folder's plain files take on disk, hard links counted once."""
+    """Bytes that the files in a folder occupy on disk, hard links counted once."""
     seen: set[tuple[int, int]] = set()
     total = 0
     for path in folder.rglob("*"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from kit.bases import read_bases
 from kit.command import run
 from kit.errors import KitError
-from kit.fetch import Manifest, fetch_inputs
+from kit.fetch import Inputs, fetch_inputs
 from kit.files import need_space, tree_size, write_atomic
 from kit.layout import REPO, Release, inputs_dir, only_run, release, state_dir
 from kit.lock import check_pins
@@ -22,22 +22,22 @@ from kit.sources import input_hashes
 from kit.steps import complete_step, size_text
 
 # Docker's media types, as Debian's registry refuses OCI ones to clients that send no Accept header, and enroot is one.
-# The fastest gzip, as the squashfs, not these layers, is what gets compressed well. No rewrite-timestamp, as
+# The fastest gzip level: what has to be small is the squashfs, not these layers. No rewrite-timestamp, as
 # docker/clamp-times.sh does that in the steps themselves.
 _HOW = "oci-mediatypes=false,compression=gzip,compression-level=1"
 
 
 def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool = False) -> ImageSection:
-    """Build `dist/NAME/oci` from the profile's inputs and start the record; reuse what is there if nothing changed.
+    """Build `dist/NAME/oci` from the profile's inputs and start the record; reuse the image there if nothing changed.
 
-    `lean` then drops what our engine keeps for the next build: 11 GB, and minutes when something changes.
+    `lean` then removes our engine's build cache: it frees 11 GB, and the next build takes minutes longer.
     """
     target = release(name)
     inputs_dir(profile)
     check_pins()
     check_engine()
     inputs = fetch_inputs(profile)
-    # One build at a time, whatever its name: the first to end would take the engine from the other.
+    # One build at a time, whatever its name: the first to end would stop the engine that the other uses.
     with only_run("image"), complete_step(f"Image {name}") as step:
         hashes = _input_hashes(inputs, profile, with_dynamo)
         key = _key(profile, with_dynamo, hashes)
@@ -85,7 +85,7 @@ def _unchanged(target: Release, key: str) -> ImageSection | None:
     return image if whole and there.digest == image.digest else None
 
 
-def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, epoch: int, lean: bool) -> None:
+def _build(target: Release, profile: str, with_dynamo: bool, inputs: Inputs, epoch: int, lean: bool) -> None:
     part, earlier = target.folder / ".oci.part", target.folder / ".oci.old"
     shutil.rmtree(part, ignore_errors=True)
     target.folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def _build(target: Release, profile: str, with_dynamo: bool, inputs: Manifest, e
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _base_options(inputs: Manifest) -> list[str]:
+def _base_options(inputs: Inputs) -> list[str]:
     if inputs.base.image is None:
         return ["--network=none"]
     packages = " ".join(inputs.base.packages)
@@ -140,11 +140,11 @@ def _buildx(docker: Docker, options: list[str], epoch: int, log: Path) -> None:
 
 
 def _take_from_store(docker: Docker, options: list[str], epoch: int, log: Path, layout: Path) -> bool:
-    """Build with our own engine and make the layout of hard links to its blobs: no second copy, and no minute's wait
-    for gigabytes to come through the client. The bytes are those that `type=oci` writes.
+    """Build with our own engine and make the layout of hard links to its blobs: without a second copy, and without
+    streaming gigabytes through the client. The bytes are those that `type=oci` writes.
 
-    With store=false the engine neither names nor unpacks the image, so that a collection may take the manifest away
-    before we link it; then the answer is no.
+    With store=false the engine neither names nor unpacks the image, so garbage collection may remove the manifest
+    before it is linked; the answer is then False.
     """
     metadata = log.with_suffix(".json")
     output = f"--output=type=image,name=localhost/dynamo-rl-kit,push=false,store=false,{_HOW}"
@@ -176,14 +176,14 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def failed_step(log: str) -> str:
-    """The last thing the failing step said, which buildx repeats between two lines of dashes, else its last line."""
+    """The failing step's last output, which buildx repeats between two lines of dashes, else the log's last line."""
     quoted = log.rsplit("\n------\n", 2)
     said = quoted[1].splitlines()[1:] if len(quoted) == 3 else []
     lines = [line.strip() for line in said or log.splitlines() if line.strip()]
-    return " | ".join(re.sub(r"^[0-9.]+ ", "", line).strip() for line in lines[-2:])[-400:] or "it said nothing"
+    return " | ".join(re.sub(r"^[0-9.]+ ", "", line).strip() for line in lines[-2:])[-400:] or "it printed nothing"
 
 
-def _input_hashes(inputs: Manifest, profile: str, with_dynamo: bool) -> dict[str, str]:
+def _input_hashes(inputs: Inputs, profile: str, with_dynamo: bool) -> dict[str, str]:
     environments = ["trainer", "dynamo"] if with_dynamo else ["trainer"]
     try:
         return input_hashes(REPO, environments, inputs.base.locks or profile, inputs.model_dump())

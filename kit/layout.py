@@ -1,4 +1,4 @@
-"""Where things lie: the repository, its state folder, the inputs and the releases."""
+"""Paths: the repository, its state folder, the inputs and the releases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kit.errors import KitError, UsageError
-from kit.files import if_known
+from kit.files import if_supported
 
 REPO = Path(__file__).resolve().parent.parent
 LOCKFILES = REPO / "lockfiles"
@@ -64,7 +64,7 @@ def release(name: str) -> Release:
 
 @contextmanager
 def scratch_folder(what: str) -> Iterator[Path]:
-    """A folder in the state folder for the temporary files of programs that may be ended before they tidy up."""
+    """Yield an empty folder for a program's temporary files; removed at the end, even if the program is killed."""
     folder = state_dir() / "tmp" / what
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -81,7 +81,7 @@ def only_run(what: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{what}.lock").open("a+") as file:
         try:
-            with if_known(folder, f"lock files: see that no other '{what}' runs here"):
+            with if_supported(folder, f"lock files: see that no other '{what}' runs here"):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)

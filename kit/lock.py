@@ -1,4 +1,4 @@
-"""Write lockfiles/*.txt from lockfiles/*.in: versions with hashes, wheels only, and no index address."""
+"""Write lockfiles/*.txt from lockfiles/*.in: versions with hashes, wheels only, no index address."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ SETS = {
         LockSet("trainer-cuda", "trainer", "3.12", overrides="overrides-cuda", agrees_with="dynamo-cuda"),
     ),
 }
-# Packages whose versions must agree, and in which locks (those whose name holds the word; all if empty): the sender and
-# the engines talk NCCL and share tensors' layouts, models are read by transformers on both sides.
+# Packages whose versions must agree, and in which locks (those whose name contains the word; all if empty): the sender
+# and the engines use NCCL and the same tensor layouts, and both sides read models with transformers.
 _COUPLED = {
     "nvidia-nccl-cu13": "",
     "torch": "",
@@ -72,7 +72,7 @@ def write_locks(profiles: list[str], *, upgrade: bool) -> None:
 
 
 def check_pins() -> None:
-    """Hold the pins that only work together against each other, over all lockfiles that are there."""
+    """Check, over all lockfiles, that coupled packages have equal versions. Raises KitError."""
     locks = [*SETS["cpu"], *SETS["cuda"]]
     found = {lock.name: pins(LOCKFILES / f"{lock.name}.txt", lock.python) for lock in locks}
     for package, where in _COUPLED.items():
@@ -86,7 +86,7 @@ def check_pins() -> None:
 
 
 def locks_of(profile: str) -> tuple[LockSet, ...]:
-    """The lock sets of a profile, which may be those of another."""
+    """The lock sets that a profile uses; they may be another profile's."""
     return SETS[read_bases().of(profile).locks or profile]
 
 
@@ -98,14 +98,14 @@ def lockfile(name: str) -> Path:
 
 
 def pins(path: Path, python: str = "3.13") -> dict[str, str]:
-    """Package name → version, of the lines that hold for Linux and that Python."""
+    """Package name → version, of the requirements that apply to Linux and that Python."""
     return {match["name"]: match["version"] for match in _holding(path.read_text(), python)}
 
 
 def requirements_for(path: Path, python: str) -> str:
-    """The lock's requirements that hold for Linux and that Python, with their hashes and without their markers.
+    """The lock's requirements that apply to Linux and that Python, with hashes and without markers.
 
-    pip judges markers by the Python it runs on, even where it is told to download for another.
+    pip evaluates markers for the Python it runs on, even when it downloads for another.
     """
     return "".join(
         f"{match['name']}=={match['version']}{match['hashes']}\n" for match in _holding(path.read_text(), python)

@@ -1,4 +1,4 @@
-"""Images as they lie in an OCI layout or a registry: their digests, and whether their bytes are what they say."""
+"""Images in an OCI layout or a registry: read their manifests, and check that their bytes match their digests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Manifest(BaseModel):
 
 
 def registry_digest(reference: str) -> str:
-    """The digest that the registry answers with for `registry/repository[:tag|@digest]`."""
+    """The digest that the registry reports for `registry/repository[:tag|@digest]`. Raises KitError."""
     limit = f"--command-timeout={REGISTRY_TIMEOUT}"
     words = ["skopeo", limit, "inspect", "--raw", *tls_option(reference), f"docker://{reference}"]
     finished = run(words, check=False)
@@ -46,12 +46,12 @@ def registry_digest(reference: str) -> str:
 
 
 def tls_option(reference: str, option: str = "--tls-verify") -> tuple[str, ...]:
-    """Plain HTTP for a registry on this machine, as Docker has it; TLS for every other."""
+    """Plain HTTP for a registry on this machine, as Docker does; TLS for all others."""
     return (f"{option}=false",) if LOOPBACK.match(reference) else ()
 
 
 def layout_image(layout: Path) -> Descriptor:
-    """The one image that a layout holds."""
+    """The only image of a layout. Raises UsageError where there is none or more than one."""
     try:
         manifests = _Index.model_validate_json((layout / "index.json").read_bytes()).manifests
     except FileNotFoundError:
@@ -77,7 +77,7 @@ def blob(layout: Path, digest: str) -> Path:
 
 
 def check_layout(layout: Path) -> str:
-    """Hash every blob of the layout's image again and return the image's digest."""
+    """Hash every blob of the layout's image and return the image's digest. Raises KitError for a blob that differs."""
     image = layout_image(layout)
     _check_blob(layout, image)
     manifest = read_manifest(layout, image.digest)
@@ -95,6 +95,6 @@ def _check_blob(layout: Path, descriptor: Descriptor) -> None:
 
 
 def _complaint(log: str) -> str:
-    """What skopeo says at the end of its log, without what we know already."""
+    """The last error in skopeo's log, without the image name."""
     found = re.search(r'level=fatal msg="(?:Error parsing image name [^ ]+ )?(.*)"', log)
     return found[1].replace('\\"', '"') if found else last_lines(log)

@@ -1,4 +1,4 @@
-"""Copy an image's bytes to a registry, and believe only the digest that the registry answers with."""
+"""Copy an image's bytes to a registry, then compare the digest that the registry reports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`record.json`: what a release is and what was proved about it.
+"""`record.json`: what a release consists of and what was verified about it.
 
-One section a station. The file is written whole or not at all, and it only ever grows: a section that is there is
-never overwritten by accident (see `add_section`). The JSON Schema in record.schema.json is made from these models.
+One section per stage. The file is written atomically, and a section that is there is replaced only on request (see
+`add_section`). The JSON Schema in record.schema.json is generated from these models.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ def start_record(path: Path, image: ImageSection) -> Record:
     """Begin the record of a new image.
 
     The same digest keeps the record and all its sections. Another digest is another release: the earlier record is
-    kept in `earlier/` under its digest, because what it says was true of that image.
+    moved to `earlier/` under its digest, because it remains true of that image.
     """
     if path.exists():
         earlier = read_record(path)
         if earlier.image.digest == image.digest:
-            # Other sources can give the same bytes; the record then names the ones that last did.
+            # Different sources can give the same bytes; the record then names the latest.
             return _write(path, earlier.model_copy(update={"image": image}))
         kept = path.parent / "earlier" / f"{earlier.image.digest[7:19]}.json"
         kept.parent.mkdir(exist_ok=True)
@@ -121,8 +121,8 @@ def start_record(path: Path, image: ImageSection) -> Record:
 
 
 def add_section(path: Path, section: PushSection | SqshSection | FunctionalSection, *, replace: bool = False) -> Record:
-    """Add one section. One that is already there and says something else is an error unless the caller, having made
-    the artifact anew and said so, passes `replace`."""
+    """Add one section. Raises KitError where a different one is there, unless the caller has rebuilt the artifact and
+    passes `replace`."""
     record = read_record(path)
     key = {PushSection: "push", SqshSection: "sqsh", FunctionalSection: "functional"}[type(section)]
     if section.subject != record.image.digest:

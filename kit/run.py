@@ -1,8 +1,8 @@
-"""Run a command inside a squashfs: with enroot where it is installed, else with a small runner of our own.
+"""Run a command inside a squashfs: with enroot where it is installed, else with the kit's own runner.
 
-Ours: util-linux `unshare` makes the namespaces, `kit/container_init.py` is the first process in them. This side
-passes signals on and waits. Between the two is a pipe: when this process ends, in whatever way, the pipe closes, the
-first process ends, and the kernel takes all processes and mounts of the container away with it.
+The kit's: util-linux `unshare` makes the namespaces, `kit/container_init.py` is the first process in them. This side
+forwards signals and waits. A pipe connects the two: when this process ends, for whatever reason, the pipe closes, the
+first process ends, and the kernel removes all processes and mounts of the container.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Container:
     mounts: Sequence[Mount] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     host_network: bool = True
-    terminal: bool = True  # give it our standard input, and the terminal if that is one
+    terminal: bool = True  # pass our standard input on, and the terminal if it is one
     stop_within_s: float | None = None  # after a signal to end; None waits for as long as it takes
 
 
 @dataclass(frozen=True)
 class Ended:
     status: int  # the command's exit status, 128 + N if signal N ended it
-    interrupted: bool  # we were told to end and passed that on; the status is what the command made of it
+    interrupted: bool  # we got a signal to end and passed it on; the status is the command's all the same
 
 
 def run_container(container: Container, engine: str = "auto") -> Ended:
-    """Run it on our own terminal, streams included, to its end."""
+    """Run it to its end, on our own standard streams and terminal."""
     if engine not in ("auto", "enroot", "own"):
         raise UsageError(f"unknown engine '{engine}'", "choose auto, enroot or own")
     check_squashfs(container.squashfs)

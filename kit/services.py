@@ -1,7 +1,7 @@
-"""The kit's own services: Docker's engine and a registry, on this machine only, found and ended by process ID.
+"""The kit's own services: Docker's engine and a registry, on this machine only, identified by process ID.
 
-Everything of theirs lies in the state folder, so two clones never meet; the registry listens on loopback, on a port
-that was free. Nothing runs longer than asked: see `engine` and `registry`.
+All their files are in the state folder, so two clones do not share anything; the registry listens on loopback, on a
+port that was free. `engine` and `registry` say how long each runs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kit.layout import REPO, state_dir
 from kit.steps import complete_step, say
 
 STATE_VERSION = "1"
-"""What ci/bootstrap.sh writes to .state/version; raised when an older state folder would no longer work."""
+"""ci/bootstrap.sh writes it to .state/version; incremented when an older state folder no longer works."""
 
 _SOCKET_ROOM = 60  # longest folder in which containerd's sockets stay below the kernel's 108 characters
 
 
 @dataclass(frozen=True)
 class Docker:
-    """How to call a Docker that can do what the build needs."""
+    """How to call a Docker that has the features the build needs."""
 
     program: Path
     env: Mapping[str, str]
@@ -49,7 +49,7 @@ class Docker:
 
 @contextmanager
 def engine() -> Iterator[Docker]:
-    """A Docker for the length of the body: this machine's own where it is able, else ours, ended with the body.
+    """Yield a Docker for the body: this machine's own where it has the features, else ours, stopped after the body.
 
     One that runs already, because `start_services` started it or KEEP is set, is used and left running.
     """
@@ -65,7 +65,7 @@ def engine() -> Iterator[Docker]:
 
 
 def check_engine() -> None:
-    """Whether there will be a Docker to build with: before minutes go into fetching, not after them."""
+    """Raise KitError if there will be no Docker to build with; called before the inputs are fetched."""
     if _docker().own and os.geteuid() != 0:
         raise KitError(
             "Docker's engine runs as root only", "run it as root, or install a Docker that can build (README)"
@@ -73,14 +73,14 @@ def check_engine() -> None:
 
 
 def registry() -> str:
-    """The address (host:port) of our registry, started if need be. It runs until `stop_services`."""
+    """The address (host:port) of our registry, started if necessary. It runs until `stop_services`."""
     if not _REGISTRY.running():
         _start_registry()
     return f"127.0.0.1:{_registry_port()}"
 
 
 def share_blobs(oci: Path) -> None:
-    """Let our registry's files of a layout's blobs be hard links to the layout's: one copy on disk instead of two."""
+    """Replace our registry's copies of a layout's blobs by hard links to the layout's: one copy on disk, not two."""
     store = state_dir() / "registry/data/docker/registry/v2/blobs/sha256"
     for blob in (oci / "blobs/sha256").iterdir():
         held = store / blob.name[:2] / blob.name / "data"
@@ -102,7 +102,7 @@ def start_services() -> None:
 
 
 def stop_services() -> list[str]:
-    """End what runs; names of those that did."""
+    """Stop the services and return the names of those that ran."""
     stopped = []
     if _REGISTRY.stop():
         stopped.append("registry")
@@ -112,7 +112,7 @@ def stop_services() -> list[str]:
 
 
 def control_services(action: str, json_answer: bool = False) -> None:
-    """What `./build.py services ACTION` does; `status` and `env` answer on stdout."""
+    """Run `./build.py services ACTION`; `status` and `env` print their result on stdout."""
     if action == "start":
         start_services()
     elif action == "stop":
@@ -143,13 +143,13 @@ def services_status() -> dict[str, dict[str, object]]:
 
 
 def docker_environment() -> dict[str, str]:
-    """Variables with which `docker buildx build`, typed by hand, reaches our engine."""
+    """Environment variables for a `docker buildx build` typed by hand to use our engine."""
     docker = _docker()
     return {**docker.env, "PATH": f"{docker.program.parent}:{os.environ['PATH']}"} if docker.own else {}
 
 
 def content_store() -> Path:
-    """Where our engine keeps its blobs, laid out as in an OCI layout."""
+    """The folder of our engine's blobs, organised as in an OCI layout."""
     return state_dir() / "docker/containerd/daemon/io.containerd.content.v1.content"
 
 
@@ -163,7 +163,7 @@ def stop_engine() -> bool:
 
 @dataclass(frozen=True)
 class _Daemon:
-    """A process that outlives us, known by its ID and its start time, so that a reused ID is never taken for it."""
+    """A process that outlives us, identified by its ID and start time, so that a reused ID is not mistaken for it."""
 
     name: str
 
@@ -217,7 +217,7 @@ class _Daemon:
             raise
 
     def stop(self) -> bool:
-        """End it, by force after 20 s; whether there was anything to end."""
+        """Stop it, with SIGKILL after 20 s; whether it was running."""
         pid = self.pid()
         if pid is None:
             self.file.unlink(missing_ok=True)
@@ -240,7 +240,7 @@ _REGISTRY = _Daemon("registry")
 
 
 def _prepare() -> None:
-    """Unpack the programs of our services. Nothing goes into the system, but with CI=true packages that are missing."""
+    """Unpack the programs of our services. The system gets nothing but, with CI=true, missing packages."""
     with complete_step("Prepare this machine"):
         finished = run([REPO / "ci/bootstrap.sh"], check=False)
         if finished.returncode != 0:
@@ -275,7 +275,7 @@ def _start_engine() -> None:
         "exec-root": str(folder / "exec"),
         "pidfile": str(folder / "docker.pid"),
         "hosts": [f"unix://{folder / 'docker.sock'}"],
-        "features": {"containerd-snapshotter": True},  # OCI output and digests without a push hang on it
+        "features": {"containerd-snapshotter": True},  # needed for OCI output and for digests without a push
         # No network of its own: builds need none, and the machine's firewall stays as it is.
         "bridge": "none",
         "iptables": False,
@@ -339,7 +339,7 @@ def _free_port(wanted: int) -> int:
 
 
 def _answers(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback goes through no proxy
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for loopback
     try:
         with opener.open(url, timeout=2) as answer:
             return bool(answer.status == 200)
@@ -348,7 +348,7 @@ def _answers(url: str) -> bool:
 
 
 def _run_dir() -> Path:
-    """Where the engine's sockets are: in the state folder, or, where its path is too long for one, in the temporary."""
+    """The folder of the engine's sockets: in the state folder, or in the temporary one where that path is too long."""
     folder = state_dir() / "run"
     if len(str(folder)) <= _SOCKET_ROOM:
         return folder
@@ -356,7 +356,7 @@ def _run_dir() -> Path:
 
 
 def _start_time(pid: int) -> str | None:
-    """Field 22 of /proc/PID/stat, or nothing for a process that is gone or a zombie."""
+    """Field 22 of /proc/PID/stat; None for a process that is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,7 @@
-"""What an image is made of, and the one hash of each part.
+"""The inputs of an image, and the hash of each.
 
-The host computes these hashes for the record, and the build computes them for /opt/release/build.json from what it was
-given: the same code on both sides. The build runs it on the base's Python, which has nothing but the standard library.
+The host computes these hashes for the record, and the build computes them for /opt/release/build.json from the files it
+got: the same code on both sides. The build runs it on the base's Python, which has the standard library only.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 SOURCES = ("docker", "functional", "tests/functional/grpo_dynamo.sh", ".dockerignore", "kit/sources.py")
-"""What the Dockerfile takes from the repository, lockfiles aside; a change in any of it is another image."""
+"""What the Dockerfile copies from the repository, besides lockfiles; a change in any of it gives another image."""
 LEFT_OUT = ("__pycache__", "build", "*.egg-info", ".*_cache")
-"""Leftovers of programs, which .dockerignore leaves out too."""
+"""Build products and caches, which .dockerignore excludes too."""
 
 
 def input_hashes(tree: Path, environments: Sequence[str], locks: str, inputs: Mapping[str, Any]) -> dict[str, str]:
     """sha256 of everything that goes into an image, by name.
 
-    tree: the repository; environments: trainer, dynamo; locks: whose lockfiles; inputs: what inputs.json holds.
+    tree: the repository; environments: trainer, dynamo; locks: the lockfiles' profile; inputs: inputs.json's content.
     """
     hashes = {**lock_hashes(tree, [f"{environment}-{locks}" for environment in environments]), **source_hashes(tree)}
     hashes["base"] = inputs.get("base_sha256") or str(inputs["base"]["image"]).rpartition("sha256:")[2]
@@ -37,9 +37,9 @@ def source_hashes(tree: Path) -> dict[str, str]:
 
 
 def tree_sha256(root: Path) -> str:
-    """Hash over names, kinds and contents of a file, or of all files below a folder, build leftovers aside.
+    """Hash over names, kinds and contents of a file, or of all files below a folder except `LEFT_OUT`.
 
-    Kinds: a program, another file, a link. Other modes depend on the umask of whoever checked the files out.
+    Kinds: executable file, other file, symbolic link. Other mode bits depend on the umask of the checkout.
     """
     digest = hashlib.sha256()
     for path in _files(root):

@@ -1,7 +1,7 @@
 """Turn an image into a squashfs that `enroot start`, pyxis and `./build.py run` can start, and record it.
 
-The conversion itself is the `sqsh` package's, which stands on its own. The bytes depend on the image's digest, its name
-and the options only: neither on where it was read from nor on the machine.
+The `sqsh` package does the conversion. The bytes depend on the image's digest, its name and the options only: neither
+on where the image was read from nor on the machine.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def make_sqsh(name: str, source: str, wanted: Options, use_cache: bool = True, c
     """Make `dist/<name>/<name>.sqsh` from the release's own layout, or from `source`, and record it.
 
     `source` is an OCI layout, an archive of `docker save`, or `registry/repository@sha256:…` (a tag is resolved). What
-    is already there and made from the same digest with the same options stays. `check` reads the result back and holds
-    it against the layers.
+    is already there and made from the same digest with the same options stays. `check` reads the result back and
+    compares it with the layers.
     """
     made = release(name)
     options = replace(wanted, name=name, cache=state_dir() / "sqsh-cache" if use_cache else None, note=say)
@@ -74,7 +74,7 @@ def _image_of(made: Release, source: str, platform: str) -> Image:
 
 
 def _current(made: Release, image: Image, options: Options) -> SqshSection | None:
-    """The record's section, if it speaks of what would be made now and the file there is still that one."""
+    """The record's section, if it describes what would be made now and the file is unchanged."""
     section = read_record(made.record).sqsh if made.record.exists() else None
     if section is None or section.source_digest != image.digest:
         return None
@@ -98,7 +98,7 @@ def _section(made: Release, result: Result) -> SqshSection:
 
 @contextmanager
 def _kit_errors() -> Iterator[None]:
-    """The converter knows nothing of the kit, its errors included."""
+    """Raise the converter's errors, which do not depend on the kit, as the kit's."""
     try:
         yield
     except errors.UsageError as error:

@@ -1,4 +1,4 @@
-"""Say what is going on: one line a step, with its time and size, on a terminal and in a CI log."""
+"""Progress on stderr: one line per step, with its time and size, on a terminal and in a CI log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def set_quiet(quiet: bool) -> None:
 
 @dataclass
 class Step:
-    """What a step adds to its own closing line."""
+    """A step's title and the notes for its closing line."""
 
     title: str
     notes: list[str] = field(default_factory=list)
@@ -45,8 +45,8 @@ class Step:
 def complete_step(title: str) -> Iterator[Step]:
     """Announce `title`, run the body, and close the line with the elapsed time and whatever the body noted.
 
-    Everything goes to stderr, so that a command's stdout stays its answer. An exception closes the line as failed
-    and goes on.
+    Everything goes to stderr, so that a command's stdout holds its result only. An exception closes the line as failed
+    and propagates.
     """
     console = _console()
     step = Step(title)
@@ -67,7 +67,7 @@ def complete_step(title: str) -> Iterator[Step]:
 
 
 def say(text: str) -> None:
-    """One line that is not a step."""
+    """Print one line that is not a step."""
     if not _quiet:
         _console().print("  " * len(_open) + text, highlight=False, markup=False)
 
@@ -99,15 +99,15 @@ def _close(indent: str, mark: str, step: Step) -> None:
 
 def _console() -> Console:
     if _live is not None:
-        return _live.console  # it knows to keep the last line below what is printed
-    # Made anew each time: tests and callers may have swapped stderr, and a CI log has no width of its own.
+        return _live.console  # it keeps its last line below what is printed
+    # A new one each time: tests and callers may have replaced stderr, and a CI log has no width.
     plain = bool(os.environ.get("CI"))
     return Console(stderr=True, soft_wrap=True, force_terminal=False if plain else None)
 
 
 @contextmanager
 def _spinner(console: Console) -> Iterator[None]:
-    """On a terminal, keep a last line with the titles of the open steps and the time since the outermost began."""
+    """On a terminal, show a last line with the titles of the open steps and the time since the outermost started."""
     global _live
     titles = " › ".join(step.title for step in _open)
     if _quiet or not console.is_terminal:

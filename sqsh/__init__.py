@@ -1,3 +1,3 @@
-"""Any container image to a squashfs in one stream: nothing unpacked, no root, the same bytes everywhere."""
+"""Convert any container image to a squashfs in one stream: without unpacking or root, reproducibly."""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""What a registry wants to know of us: its challenges, and the Authorization header that answers them.
+"""A registry's authentication challenges, and the Authorization header that answers them.
 
 Only the registry's own answers count as its challenges, and the realm that they name gets the registry's login. A login
 that is kept for the realm's host buys a token for nothing but pulling the repository that was asked for.
@@ -125,7 +125,7 @@ class Authorizer:
         if not HOST.fullmatch(parts.netloc) or not (parts.scheme == "https" or (parts.scheme == "http" and local)):
             raise SqshError(
                 f"{self._reference.host} asks for a token from an unsafe place ({realm[:200]!r})",
-                "a login goes to https:// alone; this is for the registry's keepers to mend",
+                "a login goes to https:// alone; tell the registry's administrators",
             )
         return parts._replace(fragment="")
 

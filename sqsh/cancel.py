@@ -1,4 +1,4 @@
-"""Work that a signal can end at any moment without harm."""
+"""Work that a signal can end safely at any moment."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NO_THREAD = "can't start new thread"  # RuntimeError's words (CPython 3.11 to 3.
 
 
 class Cancelled(Exception):  # noqa: N818
-    """The work was told to end."""
+    """The work was asked to end."""
 
 
 class Cancel:
-    """Tells work to end; the work looks at it wherever it may wait or go on for long."""
+    """A request to end; the work checks it wherever it may wait or run for long."""
 
     def __init__(self) -> None:
         self._asked = False

@@ -130,7 +130,7 @@ def _enroot(arguments: argparse.Namespace) -> int:
 
 
 class _Say:
-    """Lines on stderr, and on a terminal one that tells how far it is."""
+    """Messages on stderr, and on a terminal a progress line."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet

@@ -1,4 +1,4 @@
-"""Compressors that squashfs knows and this converter writes."""
+"""Compressors that squashfs defines and this converter supports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDS = {"gzip": 1, "xz": 4, "zstd": 6}
 
 
 class Compressor:
-    """One compressor at one level. `number` and `options` are what the squashfs says of it."""
+    """One compressor at one level. `number` and `options` are its fields in the squashfs."""
 
     def __init__(self, name: str, level: int | None, block_size: int) -> None:
         if name not in IDS:

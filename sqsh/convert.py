@@ -80,7 +80,7 @@ class Result:
 def convert(source: str | Image, out: Path, options: Options | None = None) -> Result:
     """Write the image as a squashfs to `out`, whole or not at all, with no other space on disk.
 
-    Raises BadImage for what is damaged or hostile, UsageError for what makes no sense, SqshError for the rest.
+    Raises BadImage for a damaged or hostile image, UsageError for an invalid request, SqshError otherwise.
     """
     options = options or Options()
     started = time.monotonic()
@@ -337,7 +337,7 @@ class _Output:
 
     @contextmanager
     def _if_known(self, what: str, *more: int) -> Iterator[None]:
-        """Go on where the file system knows no such call."""
+        """Continue, with a note, where the file system does not support the call in the body."""
         try:
             yield
         except OSError as error:

@@ -32,7 +32,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Changed(Exception):  # noqa: N818
-    """An earlier output is no longer what the index says, or there is no copying it."""
+    """An earlier output no longer matches the index, or cannot be copied."""
 
 
 class Copier:
@@ -116,7 +116,7 @@ def read_earlier(source: int, part: memoryview | bytearray, start: int) -> None:
 
 
 def serve() -> NoReturn:
-    """In the process: copy what is asked for on stdin, a socket, until nobody asks any more."""
+    """In the process: copy what is asked for on stdin, a socket, until the socket is closed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # even while stopped: it shares the output's lock
     with contextlib.suppress(BrokenPipeError, ConnectionResetError), socket.socket(fileno=0) as asked:
         buffer = memoryview(bytearray(PART))

@@ -1,7 +1,6 @@
-"""Our logins: the files of Docker, of podman and skopeo, and of enroot, read and never written.
+"""Logins from the files of Docker, of podman and skopeo, and of enroot, which are only read.
 
-What of them cannot be used is no reason to fail, since the registry may ask for no login at all: it is told where the
-registry refuses.
+An entry that cannot be used is no error, since the registry may need no login: it is reported if the registry refuses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""enroot's `.credentials`: netrc, in which a password that begins with `$` is what the shell makes of it.
+"""enroot's `.credentials`: netrc, in which a password that begins with `$` is expanded by the shell.
 
-The facts are those of enroot's documentation of `enroot import`. Only the entry that is needed is looked at any closer,
-so what another host's entry says runs no command and cannot be wrong.
+The facts are those of enroot's documentation of `enroot import`. Only the entry that is used is expanded, so
+another host's entry runs no command and causes no error.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def password_of(entry: Entry, timeout_s: float) -> tuple[str, str]:
 
 
 def _answer(entry: Entry, timeout_s: float) -> tuple[str, str]:
-    """What the entry's command says. enroot runs it too, by the same shell."""
+    """The output of the entry's command. enroot runs it too, in the same shell."""
     command = f"printf '%s\\n' \"{entry.password}\""
     what = f"the command in {entry.where} gives no password"
     try:

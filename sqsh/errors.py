@@ -1,4 +1,4 @@
-"""What the converter raises when it knows what went wrong."""
+"""Errors with a known cause."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class SqshError(Exception):
 
 
 class UsageError(SqshError):
-    """What was asked for makes no sense; nothing was started."""
+    """The request is invalid; nothing was started."""
 
     status = 2
 
 
 class BadImage(SqshError):  # noqa: N818
-    """The image is damaged, is not what its digest says, or tries what no image may."""
+    """The image is damaged, does not match its digest, or contains what is not allowed."""

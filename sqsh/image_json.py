@@ -1,4 +1,4 @@
-"""`/opt/release/image.json`: which image a run inside the squashfs proves.
+"""`/opt/release/image.json`: the image that a run inside the squashfs tests.
 
 The converter writes it, the kit's verify and the suite in the image read it; its place and its keys are defined here.
 """

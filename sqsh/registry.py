@@ -61,7 +61,7 @@ class RegistryStore(Store):
         return _Blob(self, digest, size, Patience(self._transport.note, stopped))
 
     def get(self, path: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-        """Ask once, with what the registry demands to know of us if it has said so."""
+        """Send one request, with an Authorization header if the registry has asked for one."""
         for attempt in (1, 2):
             request = urllib.request.Request(f"{self._base}/{path}", headers=headers)
             if self._authorization:
@@ -88,7 +88,7 @@ class RegistryStore(Store):
         if error.code not in (401, 403):
             return SqshError(what, "see what the registry's log says")
         if not own:
-            return SqshError(what, f"no login goes there; this is for the keepers of {host} to mend")
+            return SqshError(what, f"no login goes there; tell the administrators of {host}")
         return SqshError(what, self._authorizer.hint)
 
 

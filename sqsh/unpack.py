@@ -1,4 +1,4 @@
-"""Decompression of what a layer or an archive is packed with, told by its first bytes alone."""
+"""Decompression of a layer or an archive; the format is detected from its first bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hold a squashfs against the image it was made from, entry by entry and byte by byte."""
+"""Compare a squashfs with the image it was made from, entry by entry and byte by byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For all tests: where each folder's run, and that what a background job ignores is heard again."""
+"""For all tests: where each folder's tests run, and handlers for signals that a background job ignores."""
 
 import importlib.util
 import signal

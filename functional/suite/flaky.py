@@ -14,14 +14,14 @@ def flaky_proxy(url: str, chance: float, seed: int) -> Iterator[str]:
     """Yield the URL of a proxy to `url` that breaks each request or answer it carries with probability `chance`."""
     target = urlsplit(url)
     loop = asyncio.new_event_loop()
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     ready: threading.Event = threading.Event()
     address: list[str] = []
 
     async def serve() -> None:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             upstream_reader, upstream_writer = await asyncio.open_connection(target.hostname, target.port)
-            directions = [_pump(reader, upstream_writer, chance, dice), _pump(upstream_reader, writer, chance, dice)]
+            directions = [_pump(reader, upstream_writer, chance, rng), _pump(upstream_reader, writer, chance, rng)]
             tasks = [asyncio.ensure_future(direction) for direction in directions]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -50,11 +50,11 @@ def flaky_proxy(url: str, chance: float, seed: int) -> Iterator[str]:
         thread.join(10)
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, chance: float, dice: random.Random) -> None:
-    """Carry bytes until the end, or until the dice say break; half of the chunk is let through then."""
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, chance: float, rng: random.Random) -> None:
+    """Copy bytes until the end, or until a random break, before which half of the chunk is sent."""
     with contextlib.suppress(ConnectionError):
         while chunk := await reader.read(65536):
-            if dice.random() < chance:
+            if rng.random() < chance:
                 writer.write(chunk[: len(chunk) // 2])
                 return
             writer.write(chunk)

@@ -1,6 +1,6 @@
 """Refit under faults: one fleet of two real workers, one case after the other, each with the end it must come to.
 
-Sends that fail or lie, clears that do not clear, workers killed and stopped, and at last the trainer killed.
+Sends that fail or are wrong, clears that do not clear, workers killed and stopped, and at last the trainer killed.
 """
 
 import asyncio
@@ -152,7 +152,7 @@ class FaultSession(Session):
         parts.refit.workers[1] = parts.fleet.workers[1]
 
     def _clear_ignored(self, parts: Parts) -> Parts:
-        """A clear that is only said to have happened is not believed: the update stops, admission stays shut."""
+        """A clear that is reported but did not happen is detected: the update stops, admission stays shut."""
         self._uncleared(parts, "ignored")
         reason = self._stops(parts, self._nudge(parts))
         self._judge_stop("clear-ignored", parts, "the cache was not cleared" in reason, reason)

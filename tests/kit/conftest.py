@@ -51,7 +51,7 @@ class Kit:
         config: Mapping[str, Any] | None = None,
         inputs: Mapping[str, str] | None = None,
     ) -> str:
-        """An image with its record in dist/NAME, as the image station leaves them."""
+        """An image with its record in dist/NAME, as `./build.py image` leaves them."""
         folder = self.root / "dist" / name
         digest = write_layout(folder / "oci", layers, config, docker=True)
         record = f"""

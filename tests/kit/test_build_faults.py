@@ -1,4 +1,4 @@
-"""A bad day at the image's stations: each gives one clear line, keeps what was there, and leaves nothing running."""
+"""Failures of the image's stages: each gives one line of error, keeps earlier artifacts, and leaves nothing running."""
 
 from __future__ import annotations
 

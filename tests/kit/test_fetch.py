@@ -14,7 +14,7 @@ import pytest
 from kit import fetch
 from kit.bases import Archive, Base, read_bases
 from kit.errors import KitError, UsageError
-from kit.fetch import Manifest, fetch_inputs, platform_tags
+from kit.fetch import Inputs, fetch_inputs, platform_tags
 from kit.files import sha256_of, write_atomic
 from kit.layout import LOCKFILES, inputs_dir
 from kit.lock import SETS, lockfile
@@ -53,7 +53,7 @@ def test_an_unknown_profile() -> None:
 class TestArchives:
     @pytest.fixture
     def base(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Base]:
-        """A base that wants an archive which a server on loopback has."""
+        """A base that needs an archive from a server on loopback."""
         (tmp_path / "served").mkdir()
         (tmp_path / "served/etcd.tar.gz").write_bytes(b"archive")
         handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "served"))
@@ -92,7 +92,7 @@ class TestReuse:
         (folder / "archives").mkdir()
         (folder / "wheels/a-1-py3-none-any.whl").write_bytes(b"wheel")
         (folder / "base.tar").write_bytes(b"base")
-        manifest = Manifest(
+        manifest = Inputs(
             locks={one.name: sha256_of(LOCKFILES / f"{one.name}.txt") for one in SETS["cpu"]},
             wheels={"a-1-py3-none-any.whl": 5},
             base=read_bases().cpu.model_copy(update={"image": None}),
@@ -166,7 +166,7 @@ class TestReuse:
             fetched.append(into)
             return archives
 
-        manifest = Manifest.model_validate_json((folder / "inputs.json").read_bytes())
+        manifest = Inputs.model_validate_json((folder / "inputs.json").read_bytes())
         archives = {"etcd-1.tar.gz": sha256(b"archive").hexdigest()}
         write_atomic(folder / "inputs.json", manifest.model_copy(update={"archives": archives}).model_dump_json())
         monkeypatch.setattr(fetch, "_pip_download", lambda *_: {"a-1-py3-none-any.whl"})

@@ -1,4 +1,4 @@
-"""The host side of the suite, with a stand-in for the suite inside a real squashfs; and what verify makes of it."""
+"""The host side of the suite, with a fake suite inside a real squashfs; and verify on the result."""
 
 from __future__ import annotations
 

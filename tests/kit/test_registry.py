@@ -1,4 +1,4 @@
-"""Images read from a registry: by digest, by tag, and from one that is down, refuses or lies."""
+"""Images read from a registry: by digest, by tag, and from one that is down, refuses or sends wrong content."""
 
 from __future__ import annotations
 

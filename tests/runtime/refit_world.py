@@ -1,4 +1,4 @@
-"""A fleet of make-believe workers that hold weights, caches and version labels, and can fail at every call.
+"""A fleet of simulated workers that hold weights, caches and version labels, and can fail at every call.
 
 `explore` drives a scenario down every sequence of outcomes with at most so many faults.
 """
@@ -189,7 +189,7 @@ class World:
 
 
 class FakeControl:
-    """A worker's control server. Each call may be refused, fail after its effect, kill, hang, or lie."""
+    """A worker's control server. Each call may be refused, fail after its effect, kill, hang, or do nothing."""
 
     def __init__(self, world: World, index: int) -> None:
         self.world = world

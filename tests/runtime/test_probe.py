@@ -20,9 +20,9 @@ from functional.runtime.refit.probe import (
 )
 
 SHAPES = {
-    "normal": lambda dice: dice.gauss(0, 1),
-    "heavy tails": lambda dice: dice.gauss(0, 1) / math.sqrt(dice.gammavariate(1.5, 2) / 3),  # Student's t, 3 degrees
-    "tokens of unlike scale": lambda dice: dice.gauss(0, 1) * math.exp(1.2 * dice.gauss(0, 1)),
+    "normal": lambda rng: rng.gauss(0, 1),
+    "heavy tails": lambda rng: rng.gauss(0, 1) / math.sqrt(rng.gammavariate(1.5, 2) / 3),  # Student's t, 3 degrees
+    "tokens of unlike scale": lambda rng: rng.gauss(0, 1) * math.exp(1.2 * rng.gauss(0, 1)),
 }
 TRIALS = 1000
 
@@ -30,15 +30,15 @@ TRIALS = 1000
 def findings(shape, noise_size, shift, has_new, trials=TRIALS):
     """Findings of probes whose true log-probs under the versions differ by `shift` times the mean distance between
     engine and trainer; each of the three computes with noise of its own."""
-    dice, draw = random.Random(f"{shape}/{noise_size}/{shift}/{has_new}"), SHAPES[shape]
-    distances = [noise_size * abs(draw(dice) - draw(dice)) for _ in range(4000)]
-    move = shift * mean(distances) / mean([abs(draw(dice)) for _ in range(4000)])
+    rng, draw = random.Random(f"{shape}/{noise_size}/{shift}/{has_new}"), SHAPES[shape]
+    distances = [noise_size * abs(draw(rng) - draw(rng)) for _ in range(4000)]
+    move = shift * mean(distances) / mean([abs(draw(rng)) for _ in range(4000)])
     noise = Noise()
     noise.learn(Sighting(distance, 0.0, None) for distance in distances)
 
     def sight():
-        new, other = -5.0, -5.0 + move * draw(dice)
-        by_engine, by_new, by_other = (noise_size * draw(dice) for _ in range(3))
+        new, other = -5.0, -5.0 + move * draw(rng)
+        by_engine, by_new, by_other = (noise_size * draw(rng) for _ in range(3))
         return Sighting((new if has_new else other) + by_engine, new + by_new, other + by_other)
 
     def sight_round(_number):
@@ -68,11 +68,11 @@ def test_the_looks_together_keep_their_promise():
 def test_versions_that_are_alike_cannot_be_told_and_cost_few_tokens():
     noise = Noise()
     noise.learn([Sighting(0.05, 0.0, None)] * PROMPTS)
-    dice = random.Random(0)
+    rng = random.Random(0)
     asked = 0
 
     def sight():
-        return Sighting(dice.gauss(-5, 0.05), dice.gauss(-5, 0.05), dice.gauss(-5, 0.05))
+        return Sighting(rng.gauss(-5, 0.05), rng.gauss(-5, 0.05), rng.gauss(-5, 0.05))
 
     def more(number):
         nonlocal asked

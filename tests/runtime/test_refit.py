@@ -1,4 +1,4 @@
-"""FleetRefit over make-believe workers: what it answers, what it says when it stops, and who sits where in a group."""
+"""FleetRefit over simulated workers: its results, its errors when it stops, and the ranks in a group."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The refit's state machine: its table, and every path through the real FleetRefit over make-believe workers."""
+"""The refit's state machine: its table, and every path through the real FleetRefit over simulated workers."""
 
 import itertools
 
@@ -75,7 +75,7 @@ def two_updates(chooser, attempts):
     [(1, 2, {"reached", "back", "stopped"}), (3, 1, {"reached", "stopped"})],
 )
 def test_no_path_admits_a_request_in_a_mixed_state(attempts, max_faults, possible):
-    """Every call of an update refused, late, hung, fatal or a lie; the world asserts at each call and transition."""
+    """Every call of an update refused, late, hung, fatal or without effect; the world asserts at each of them."""
     ends = {"reached": 0, "back": 0, "stopped": 0}
 
     def scenario(chooser: Chooser) -> None:

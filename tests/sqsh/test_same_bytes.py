@@ -196,7 +196,7 @@ class TestCache:
         assert (tmp_path / "2").read_bytes() == (tmp_path / "fresh").read_bytes()
 
     def test_what_was_masked_shows_again(self, image: Path, tmp_path: Path) -> None:
-        """The index knows of the file, but the output lacks its content: the layer itself has it."""
+        """The index lists the file, but the output lacks its content: it is read from the layer."""
         converted(image / "oci", tmp_path / "1", self.options(tmp_path))
         write_image(tmp_path / "oci", layers()[:1])
         converted(tmp_path / "oci", tmp_path / "fresh", Options())

@@ -63,7 +63,7 @@ class ManagedProcess:
             raise ProcessDiedError(f"{self.name} {end}; last lines of {self.log}:\n{tail(self.log)}")
 
     def kill(self) -> None:
-        """End the process and everything below it by SIGKILL, which a stopped process (SIGSTOP) heeds too."""
+        """End the process and everything below it by SIGKILL, which ends a stopped process (SIGSTOP) too."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

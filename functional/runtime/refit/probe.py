@@ -153,5 +153,5 @@ def probe_prompts(round_number: int, vocabulary: int, length: int) -> list[tuple
     knows the answer to, versions differ a hundred times less. No two rounds share a prompt: after a prompt with one
     likely continuation a second look would be no new evidence.
     """
-    dice = random.Random(round_number)
-    return [tuple(dice.randrange(vocabulary) for _ in range(length)) for _ in range(PROMPTS)]
+    rng = random.Random(round_number)
+    return [tuple(rng.randrange(vocabulary) for _ in range(length)) for _ in range(PROMPTS)]
