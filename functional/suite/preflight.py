@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.errors import ConfigError
+from functional.runtime.recipe.architectures import find_model_problem
 from functional.runtime.recipe.load import load_recipe
 from functional.runtime.recipe.model import Recipe
 from functional.runtime.recipe.rules import BUILTIN_DATA, RULES, Problem
@@ -34,12 +35,18 @@ class DataRule:
         name, prompts = recipe.data.dataset_name, recipe.grpo.num_prompts_per_step
         if name not in BUILTIN_DATA and not (name.endswith(".jsonl") and Path(name).is_file()):
             return  # a rule of the runtime says so
+        model = recipe.policy.model_name
         try:
-            self.tokenizer = find_tokenizer(recipe.policy.model_name)
+            self.tokenizer = find_tokenizer(model)
+        except ConfigError as error:  # the data can be read all the same, without measuring its prompts
+            self.tokenizer = None
+            if find_model_problem(Path(model) / "config.json") is None:  # else a rule of the runtime refuses the model
+                yield _as_problem(str(error), {"policy.model_name": model})
+        try:
             self.data = measure_data(recipe, self.tokenizer)
         except ConfigError as error:
-            values = {"policy.model_name": recipe.policy.model_name, "data.dataset_name": name}
-            yield _as_problem(str(error), values | {"grpo.num_prompts_per_step": prompts})
+            values = {"data.dataset_name": name, "grpo.num_prompts_per_step": prompts}
+            yield _as_problem(str(error), values | {"policy.model_name": model})
 
 
 def prepare(path: Path, overrides: list[str]) -> Prepared:
