@@ -40,7 +40,8 @@ class DataRule:
             self.tokenizer = find_tokenizer(model)
         except ConfigError as error:  # the data can be read all the same, without measuring its prompts
             self.tokenizer = None
-            if find_model_problem(Path(model) / "config.json") is None:  # else a rule of the runtime refuses the model
+            is_refused = Path(model).is_dir() and find_model_problem(Path(model) / "config.json") is not None
+            if not is_refused:  # else a rule of the runtime has said why
                 yield _as_problem(str(error), {"policy.model_name": model})
         try:
             self.data = measure_data(recipe, self.tokenizer)
