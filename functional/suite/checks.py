@@ -44,12 +44,12 @@ def check_rollouts(
     )
     ids = {c.request_id for c in batch.completions}
     known = {worker.instance_id for worker in workers}
-    strangers = {c.instance_id for c in batch.completions} - known
+    unknown = {c.instance_id for c in batch.completions} - known
     checks.add(
         f"step{step}.requests_identified",
-        len(ids) == len(batch.completions) and not strangers,
+        len(ids) == len(batch.completions) and not unknown,
         f"{len(ids)} request IDs for {len(batch.completions)} samples; served by {len(known)} known worker(s)"
-        + (f", and by unknown {strangers}" if strangers else ""),
+        + (f", and by unknown {unknown}" if unknown else ""),
     )
     if thresholds.require_reward_variance:
         moving = sum(1 for advantage in batch.advantages if advantage)

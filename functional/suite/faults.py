@@ -25,13 +25,13 @@ KILLED = 128 + signal.SIGKILL
 
 @dataclass(frozen=True)
 class Case:
-    """SIGKILL every process of `victim` `delay_s` after the run reports `event`; `overrides` hold that moment open.
+    """SIGKILL every process of `target` `delay_s` after the run reports `event`; `overrides` hold that moment open.
 
     status: exit status the run must end with; blamed: what its error must say (a killed driver writes no report, and a
-    run that replaces the victim ends well).
+    run that replaces the target ends well).
     """
 
-    victim: str
+    target: str
     event: str
     blamed: str | None
     status: int = 1
@@ -80,7 +80,7 @@ def run_case(name: str, recipe: Path, out: Path, overrides: list[str], deadline_
         everything = descendants(run.pid)
         named: dict[str, list[int]] = json.loads((out / "processes.json").read_text(encoding="utf-8"))
         killed_at = time.monotonic()
-        for pid in named[case.victim]:
+        for pid in named[case.target]:
             os.kill(pid, signal.SIGKILL)
         status = run.wait(deadline_s + (REPLACEMENT_S if case.status == 0 else 0))
     except subprocess.TimeoutExpired as late:

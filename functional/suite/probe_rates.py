@@ -119,11 +119,11 @@ def measure(size: float, engine: Sequence[float], own: Sequence[float], moved: S
 
 
 def probe_all(sightings: Sequence[Sighting], noise: Noise) -> list[tuple[Finding, int]]:
-    dice = random.Random(0)
+    rng = random.Random(0)
     rounds = [sightings[start : start + PROMPTS] for start in range(0, len(sightings), PROMPTS)]
     found = []
     for _ in range(PROBES):
-        drawn = dice.sample(rounds, MAX_ROUNDS)
+        drawn = rng.sample(rounds, MAX_ROUNDS)
         reading, _ = judge(drawn[0], drawn.__getitem__, noise)
         found.append((reading.finding, reading.tokens))
     return found

@@ -37,7 +37,7 @@ LONG_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Strike:
+class DelayedSignal:
     """Send `signum` to `pids`, `delay_s` after the run comes to `moment` (the name of an event)."""
 
     moment: str
@@ -71,7 +71,7 @@ class FaultSession(Session):
     only: tuple[str, ...] = ()
 
     def _train(self, parts: Parts) -> None:
-        self._strike: Strike | None = None
+        self._pending: DelayedSignal | None = None
         self._version = 0
         self.report.fault_cases = ended = []
         self._refit(parts, 0)
@@ -98,10 +98,10 @@ class FaultSession(Session):
 
     def event(self, name: str, **details: str) -> None:
         super().event(name, **details)
-        strike = getattr(self, "_strike", None)
-        if strike is not None and name == strike.moment:
-            self._strike = None
-            threading.Thread(target=hit, args=(strike,), daemon=True).start()
+        pending = getattr(self, "_pending", None)
+        if pending is not None and name == pending.moment:
+            self._pending = None
+            threading.Thread(target=send_later, args=(pending,), daemon=True).start()
 
     def _failing_n_times(self, parts: Parts) -> None:
         """v+1 fails as often as it is tried: back at v, proved; the next step succeeds."""
@@ -164,7 +164,7 @@ class FaultSession(Session):
     def _worker_killed_generating(self, parts: Parts) -> None:
         """What was lost with the worker is generated again at the same version; the worker is replaced."""
         version, before = parts.refit.version, len(parts.instances)
-        completions = self._generate_under_strike(parts, [0])
+        completions = self._generate_while_killing(parts, [0])
         again = sum(1 for completion in completions if completion.attempt > 1)
         same_version = parts.refit.version == version
         self._refit(parts, self._nudge(parts))
@@ -186,7 +186,7 @@ class FaultSession(Session):
     def _all_workers_killed(self, parts: Parts) -> None:
         """No worker left: all are replaced, their samples generated again, at the same version."""
         version, before = parts.refit.version, len(parts.instances)
-        completions = self._generate_under_strike(parts, [0, 1])
+        completions = self._generate_while_killing(parts, [0, 1])
         again = sum(1 for completion in completions if completion.attempt > 1)
         replaced = len(parts.instances) - before
         self.checks.add(
@@ -199,38 +199,38 @@ class FaultSession(Session):
         """No weights to send any more: the run stops with that reason, admission shut."""
         pid = watched(parts.fleet, parts.trainer.pid.remote())
         version = self._nudge(parts, SendFault("pause", 3))
-        self._strike = Strike(f"refit {version}: transfer", [pid], signal.SIGKILL, 0.5)
+        self._pending = DelayedSignal(f"refit {version}: transfer", [pid], signal.SIGKILL, 0.5)
         began = time.monotonic()
         reason = self._stops(parts, version)
         self.say(f"stopped {time.monotonic() - began:.1f} s after the update began: {reason}")
         self._judge_stop("trainer-killed-mid-transfer", parts, "its process is gone" in reason, reason)
 
-    def _hit_transfer(self, parts: Parts, name: str, victim: str, signum: int) -> None:
+    def _hit_transfer(self, parts: Parts, name: str, target: str, signum: int) -> None:
         version = self._nudge(parts, SendFault("pause", 3, pause_s=1.5))
-        self._strike = Strike(f"refit {version}: transfer", parts.fleet.pids()[victim], signum, 0.5)
+        self._pending = DelayedSignal(f"refit {version}: transfer", parts.fleet.pids()[target], signum, 0.5)
         result = self._refit(parts, version)
-        proper = failed_in(result) == [State.SENDING] and [f"worker-{r.worker}" for r in result.replaced] == [victim]
+        proper = failed_in(result) == [State.SENDING] and [f"worker-{r.worker}" for r in result.replaced] == [target]
         self._judge(name, proper, result)
 
-    def _generate_under_strike(self, parts: Parts, victims: list[int]) -> list[Any]:
-        """Completions during which the workers `victims` are killed, each once it has taken one of the prompts."""
+    def _generate_while_killing(self, parts: Parts, targets: list[int]) -> list[Any]:
+        """Completions during which the workers `targets` are killed, each once it has taken one of the prompts."""
         prompts = [prompt.token_ids for prompt in parts.task.prompts(1) for _ in range(8)]
         long = replace(parts, sampling=replace(parts.sampling, max_tokens=LONG_TOKENS, ignore_eos=True))
         generated = threading.Event()
         pids = parts.fleet.pids()
-        strikes = []
-        for victim in (f"worker-{index}" for index in victims):
-            log = self.out / "logs" / f"{victim}.log"
-            arguments = (log, len(received_requests(log)), pids[victim], generated)
-            strikes.append(threading.Thread(target=kill_at_work, args=arguments))
-        for strike in strikes:
-            strike.start()
+        killers = []
+        for target in (f"worker-{index}" for index in targets):
+            log = self.out / "logs" / f"{target}.log"
+            arguments = (log, len(received_requests(log)), pids[target], generated)
+            killers.append(threading.Thread(target=kill_at_work, args=arguments))
+        for killer in killers:
+            killer.start()
         try:
             return self._generate(long, prompts, self._version)
         finally:
             generated.set()
-            for strike in strikes:
-                strike.join()
+            for killer in killers:
+                killer.join()
 
     def _nudge(self, parts: Parts, fault: SendFault | None = None) -> int:
         """A new version in the trainer, and what is to go wrong when it is sent."""
@@ -269,10 +269,10 @@ class FaultSession(Session):
         self.checks.add(f"fault.{name}", proper and stopped, f"{parts.refit.state}, admission shut: {reason}")
 
 
-def hit(strike: Strike) -> None:
+def send_later(pending: DelayedSignal) -> None:
     """Wait for the moment, then send the signal."""
-    time.sleep(strike.delay_s)
-    send(strike.signum, strike.pids)
+    time.sleep(pending.delay_s)
+    send(pending.signum, pending.pids)
 
 
 def kill_at_work(log: Path, received: int, pids: list[int], generated: threading.Event) -> None:

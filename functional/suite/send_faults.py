@@ -21,7 +21,7 @@ class SendFault:
     """pause and fail: after `after` tensors. flip, skip and twice: at that tensor. swap: the first two of equal shape.
     old: the version before the one asked for is sent, and proved.
 
-    version: the one update it is for (None: any); times: how often it strikes; pause_s: longest pause.
+    version: the one update it is for (None: any); times: how often it happens; pause_s: longest pause.
     """
 
     kind: Kind
@@ -34,7 +34,7 @@ class SendFault:
 class FaultyWeights(LocalWeights):
     """`fault` is what goes wrong next; it counts itself down with every send it struck.
 
-    Tensors then travel one by one, so that those before the fault have been loaded when it strikes. The proof is of
+    Tensors then travel one by one, so that those before the fault have been loaded when it happens. The proof is of
     the true weights.
     """
 

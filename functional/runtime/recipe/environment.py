@@ -106,11 +106,13 @@ def is_inherited(name: str) -> bool:
 
 
 def left_out() -> list[str]:
-    """Variables of this process that an engine, etcd or NATS would have heeded, and that the fleet does not get."""
+    """Variables of this process that an engine, etcd or NATS would have read, and that the fleet does not get."""
     trainers = ("RAY_", "PYTHON", "DYNAMO_")
-    heeded = {"CUDA_VISIBLE_DEVICES", "ETCD_BIN", "NATS_SERVER_BIN"}  # by Ray, and by `fleet.programs`
+    of_others = {"CUDA_VISIBLE_DEVICES", "ETCD_BIN", "NATS_SERVER_BIN"}  # by Ray, and by `fleet.programs`
     return sorted(
-        name for name in os.environ if not is_inherited(name) and not name.startswith(trainers) and name not in heeded
+        name
+        for name in os.environ
+        if not is_inherited(name) and not name.startswith(trainers) and name not in of_others
     )
 
 
