@@ -76,6 +76,10 @@ class Store:
     def open(self, digest: str, size: int, stopped: threading.Event | None = None) -> Source:
         raise NotImplementedError
 
+    def read_manifest(self, digest: str, size: int) -> bytes:
+        """A manifest or an index that another index names, checked."""
+        return self.read(digest, size)
+
     def read(self, digest: str, size: int) -> bytes:
         """A small blob, checked."""
         if size > MAX_JSON:
@@ -155,7 +159,7 @@ def from_descriptor(text: str, found: Descriptor, raw: bytes, store: Store, plat
         if not (found.media_type in INDEXES or (found.media_type not in MANIFESTS and b'"manifests"' in raw)):
             break
         found = _choose(parse(_Index, raw, found.digest).manifests, platform, text)
-        raw = store.read(found.digest, found.size)
+        raw = store.read_manifest(found.digest, found.size)
     refuse_schema_1(text, raw, found.media_type)
     manifest = parse(_Manifest, raw, found.digest)
     for layer in manifest.layers:
@@ -163,7 +167,9 @@ def from_descriptor(text: str, found: Descriptor, raw: bytes, store: Store, plat
             raise BadImage(f"{text} has a layer of the type {layer.media_type}", "only tar, gzip and zstd are known")
     config = store.read(manifest.config.digest, manifest.config.size)
     layers = tuple(Blob(layer.digest, layer.size, _opener(store, layer)) for layer in manifest.layers)
-    return Image(text, found.digest, found.media_type or manifest.media_type, config, layers)
+    # A registry may call it anything; only OCI's may leave its type out.
+    media_type = manifest.media_type or (found.media_type if found.media_type in MANIFESTS else MANIFESTS[0])
+    return Image(text, found.digest, media_type, config, layers)
 
 
 def refuse_schema_1(text: str, raw: bytes, media_type: str) -> None:
