@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sqsh.errors import BadImage, UsageError
+from sqsh.names import Named, by_name, which
 from sqsh.reference import DIGEST
 
 MAX_JSON = 16 << 20
@@ -26,6 +27,7 @@ LAYERS = re.compile(
     r"([+.](gzip|zstd))?"
 )
 REF_NAME = "org.opencontainers.image.ref.name"
+FULL_NAME = "io.containerd.image.name"
 T = TypeVar("T", bound=BaseModel)
 ALIASES = {  # as uname and others call them
     "x86_64": "amd64", "x86-64": "amd64", "aarch64": "arm64", "i386": "386", "i686": "386",
@@ -203,21 +205,24 @@ def _choose(manifests: list[Descriptor], platform: str, text: str) -> Descriptor
 def from_index(text: str, raw: bytes, store: Store, tag: str, platform: str) -> Image:
     """An OCI layout's index.json, which lists images rather than platforms of one."""
     manifests = parse(_Index, raw, "index.json").manifests
-    if tag:
-        manifests = [entry for entry in manifests if _is_named(entry, tag)]
-        if not manifests:
-            raise UsageError(f"{text}: no image of the name '{tag}' there")
-    count = len({entry.digest for entry in manifests})
-    if count > 1 and not any(entry.platform for entry in manifests):
-        raise UsageError(f"{text} holds {count} images", "name one by its tag, behind a colon")
-    found = manifests[0] if count == 1 else _choose(manifests, platform, text)
-    return from_descriptor(text, found, store.read(found.digest, found.size), store, platform)
+    named = [Named(_names(entry), entry) for entry in manifests]
+    found = list({entry.digest: entry for entry in by_name(text, tag, named)}.values())
+    if len(found) > 1 and all(entry.platform for entry in found):
+        chosen = _choose(found, platform, text)
+        found = [entry for entry in found if _plain(entry) == _plain(chosen)]
+    if len(found) > 1:
+        raise which(text, len(found), [entry for entry in named if entry.image in found])
+    return from_descriptor(text, found[0], store.read_manifest(found[0].digest, found[0].size), store, platform)
 
 
-def _is_named(entry: Descriptor, tag: str) -> bool:
-    """By its tag, or by the end of the name that docker and containerd write."""
-    names = entry.annotations or {}
-    return tag == names.get(REF_NAME) or f"/{names.get('io.containerd.image.name', '')}".endswith(f"/{tag}")
+def _names(entry: Descriptor) -> list[str]:
+    """The name that docker and containerd write, the tag, and the digest."""
+    stated = entry.annotations or {}
+    return [*filter(None, (stated.get(FULL_NAME), stated.get(REF_NAME))), entry.digest]
+
+
+def _plain(entry: Descriptor) -> Platform | None:
+    return entry.platform.plain if entry.platform else None
 
 
 def parse(model: type[T], raw: bytes, name: str) -> T:

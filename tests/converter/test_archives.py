@@ -207,9 +207,53 @@ def test_a_layout_of_several_images(tmp_path: Path) -> None:
     index, other = (json.loads((tmp_path / name / "index.json").read_text()) for name in ("oci", "other"))
     other["manifests"][0]["annotations"] = {"org.opencontainers.image.ref.name": "other"}
     (tmp_path / "oci/index.json").write_text(json.dumps({"manifests": index["manifests"] + other["manifests"]}))
-    with pytest.raises(UsageError, match="holds 2 images: name one by its tag"):
+    with pytest.raises(UsageError, match="holds 2 images: name one behind a colon: image, other"):
         find_image(str(tmp_path / "oci"))
-    assert find_image(f"{tmp_path}/oci:image").digest == index["manifests"][0]["digest"]
+    wanted = index["manifests"][0]["digest"]
+    for name in ("image", wanted):
+        assert find_image(f"{tmp_path}/oci:{name}").digest == wanted
+    with pytest.raises(UsageError, match="no image of the name 'mage' there: there is image, other"):
+        find_image(f"{tmp_path}/oci:mage")
+
+
+def test_images_of_one_platform_in_a_layout(tmp_path: Path) -> None:
+    """That each states its platform does not say which of them is meant."""
+    write_image(tmp_path / "oci", [LOWER])
+    write_image(tmp_path / "other", [UPPER])
+    entries = [json.loads((tmp_path / name / "index.json").read_text())["manifests"][0] for name in ("oci", "other")]
+    for entry, name in zip(entries, ("a.io/app:1", "a.io/app:2"), strict=True):
+        entry["annotations"] = {"org.opencontainers.image.ref.name": name}
+        entry["platform"] = {"os": "linux", "architecture": "amd64"}
+    arm = {**entries[0], "digest": "sha256:" + "0" * 64, "platform": {"os": "linux", "architecture": "arm64"}}
+    (tmp_path / "oci/index.json").write_text(json.dumps({"manifests": [arm, *entries]}))
+    with pytest.raises(UsageError, match=r"holds 2 images: name one behind a colon: a\.io/app:1, a\.io/app:2"):
+        find_image(str(tmp_path / "oci"), "linux/amd64")
+    assert find_image(f"{tmp_path}/oci:app:1", "linux/amd64").digest == entries[0]["digest"]
+    entries[1].pop("platform")
+    (tmp_path / "oci/index.json").write_text(json.dumps({"manifests": entries}))
+    with pytest.raises(UsageError, match="holds 2 images"):
+        find_image(str(tmp_path / "oci"), "linux/amd64")
+
+
+def test_several_images_of_an_archive(tmp_path: Path) -> None:
+    """By a name, `latest` where it has no tag, or by the image's ID; one that is listed for each name is one."""
+    members = {"a.json": config(LOWER), "b.json": config(UPPER), "a.tar": LOWER, "b.tar": UPPER}
+    first, second = (f"sha256:{sha256(members[name])}" for name in ("a.json", "b.json"))
+    listed = [
+        {"Config": "a.json", "RepoTags": ["a.io/app:1"], "Layers": ["a.tar"]},
+        {"Config": "a.json", "RepoTags": ["a.io/app:latest"], "Layers": ["a.tar"]},
+        {"Config": "b.json", "RepoTags": None, "Layers": ["b.tar"]},
+    ]
+    path = write_tar(tmp_path / "two.tar", {**members, "manifest.json": json.dumps(listed).encode()})
+    for name, wanted in (("app:1", first), ("app", first), ("a.io/app", first), (first, first), (second, second)):
+        assert find_image(f"{path}:{name}").digest == wanted
+    with pytest.raises(UsageError, match=f"holds 2 images: name one .*: a.io/app:1, a.io/app:latest, {second}"):
+        find_image(str(path))
+    one = write_tar(tmp_path / "one.tar", {**members, "manifest.json": json.dumps(listed[:2]).encode()})
+    assert find_image(str(one)).digest == first
+    none = write_tar(tmp_path / "none.tar", {"manifest.json": b"[]"})
+    with pytest.raises(UsageError, match="holds no image"):
+        find_image(str(none))
 
 
 def test_archives_that_are_none_or_too_old(tmp_path: Path) -> None:
