@@ -177,6 +177,6 @@ class _Saved(BaseModel):
 
 class _RootFs(BaseModel):
     class Layers(BaseModel):
-        diff_ids: list[str] = []
+        diff_ids: Annotated[list[str], BeforeValidator(lambda value: value or [])] = []
 
     rootfs: Layers

@@ -10,9 +10,9 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from sqsh.errors import BadImage, UsageError
 from sqsh.names import Named, by_name, which
@@ -101,7 +101,16 @@ class Store:
         return data
 
 
-class Platform(BaseModel):
+class _Stated(BaseModel):
+    """What is null is as good as left out, as Go has it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, value: Any) -> Any:
+        return {key: part for key, part in value.items() if part is not None} if isinstance(value, dict) else value
+
+
+class Platform(_Stated):
     """System, processor and its variant, as an index or a configuration states them."""
 
     model_config = ConfigDict(frozen=True)
@@ -135,14 +144,14 @@ class Platform(BaseModel):
         return same and (not self.variant or not wanted.variant or self.variant == wanted.variant)
 
 
-class Descriptor(BaseModel):
+class Descriptor(_Stated):
     model_config = ConfigDict(frozen=True)
 
     digest: str = Field(pattern=f"^{DIGEST}$")
     size: int = Field(ge=0)
     media_type: str = Field(default="", alias="mediaType")
     platform: Platform | None = None
-    annotations: dict[str, str] | None = None
+    annotations: dict[str, str | None] | None = None
 
 
 class _Index(BaseModel):
@@ -150,9 +159,9 @@ class _Index(BaseModel):
 
 
 class _Manifest(BaseModel):
-    media_type: str = Field(default="", alias="mediaType")
+    media_type: str | None = Field(default=None, alias="mediaType")
     config: Descriptor
-    layers: list[Descriptor] = Field(max_length=4096)
+    layers: Annotated[list[Descriptor], BeforeValidator(lambda value: value or [])] = Field(max_length=4096)
 
 
 def from_descriptor(text: str, found: Descriptor, raw: bytes, store: Store, platform: str) -> Image:

@@ -136,7 +136,9 @@ def test_links_in_an_archive_that_lead_nowhere(tmp_path: Path, target: str) -> N
 
 
 def test_an_image_without_layers(tmp_path: Path) -> None:
-    assert names(converted(write_saved(tmp_path / "a.tar", {}, None, config()), tmp_path / "out").out) == {b""}
+    null = json.dumps({"rootfs": {"type": "layers", "diff_ids": None}}).encode()
+    for about in (config(), null):
+        assert names(converted(write_saved(tmp_path / "a.tar", {}, None, about), tmp_path / "out").out) == {b""}
 
 
 @pytest.mark.parametrize("how", [how for how in PACKERS if how != "tar"])
