@@ -33,6 +33,7 @@ ALIASES = {  # as uname and others call them
     "x86_64": "amd64", "x86-64": "amd64", "aarch64": "arm64", "i386": "386", "i686": "386",
     "armhf": "arm/v7", "armv7l": "arm/v7", "armel": "arm/v6", "armv6l": "arm/v6",
 }  # fmt: skip
+VARIANT = re.compile(r"v\d{1,3}(\.\d{1,3})*")
 SCHEMA_1 = "application/vnd.docker.distribution.manifest.v1+"
 
 
@@ -139,9 +140,17 @@ class Platform(_Stated):
         return Platform(os=self.os.lower(), architecture=words[0], variant=variant)
 
     def fits(self, wanted: Platform) -> bool:
-        """Both plain. A variant counts only where both state one."""
-        same = (self.os, self.architecture) == (wanted.os, wanted.architecture)
-        return same and (not self.variant or not wanted.variant or self.variant == wanted.variant)
+        """Both plain. A variant counts only where both state one; what runs on an older one runs on a newer."""
+        if (self.os, self.architecture) != (wanted.os, wanted.architecture):
+            return False
+        if not self.variant or not wanted.variant or self.variant == wanted.variant:
+            return True
+        return bool(self.level) and self.level <= wanted.level
+
+    @property
+    def level(self) -> tuple[int, ...]:
+        """The variant as a number, such as (7,) or (8, 2); empty for what is none."""
+        return tuple(map(int, self.variant[1:].split("."))) if VARIANT.fullmatch(self.variant) else ()
 
 
 class Descriptor(_Stated):
@@ -201,8 +210,12 @@ def _choose(manifests: list[Descriptor], platform: str, text: str) -> Descriptor
     stated = [(entry, entry.platform.plain) for entry in manifests if entry.platform is not None]
     fits = [(entry, found) for entry, found in stated if found.fits(wanted)]
     if fits:
-        # what is asked for, then what any such processor runs, then what is listed first
-        return min(fits, key=lambda pair: (pair[1].variant != wanted.variant, pair[1].variant != ""))[0]
+        # what is asked for, then what any such processor runs, then the newest if a variant is asked for, or the first
+        def order(pair: tuple[Descriptor, Platform]) -> tuple[bool, bool, list[int]]:
+            newest = [-number for number in pair[1].level] if wanted.variant else []
+            return pair[1].variant != wanted.variant, pair[1].variant != "", newest
+
+        return min(fits, key=order)[0]
     if len(manifests) == 1 and not stated:
         return manifests[0]
     there = ", ".join(sorted({str(found) for _, found in stated}))
