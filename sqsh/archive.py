@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from sqsh.errors import BadImage, SqshError, UsageError
 from sqsh.manifest import MAX_JSON, Blob, Image, Source, Store, from_index, parse
+from sqsh.names import Named, by_name, which
 from sqsh.stream import Limits
 from sqsh.unpack import CHUNK_SIZE, is_packed, unpacked
 
@@ -34,17 +35,21 @@ def archive_image(text: str, path: Path, tag: str, platform: str, limits: Limits
         saved = [_Saved.model_validate(entry) for entry in json.loads(store.text("manifest.json"))]
     except (ValueError, ValidationError, TypeError):
         raise BadImage(f"manifest.json in {path} cannot be read", "save the image again") from None
-    if tag:
-        saved = [entry for entry in saved if any(f"/{name}".endswith(f"/{tag}") for name in entry.tags or [])]
-    if len(saved) != 1:
-        raise UsageError(f"{text} names {len(saved)} images", "name one: ARCHIVE:REPOSITORY:TAG")
-    config = store.text(saved[0].config)
-    diffs = parse(_RootFs, config, saved[0].config).rootfs.diff_ids
-    if len(diffs) != len(saved[0].layers):
-        raise BadImage(f"{path} has {len(saved[0].layers)} layers, its configuration {len(diffs)}")
-    layers = tuple(_saved_layer(store, name, diff) for name, diff in zip(saved[0].layers, diffs, strict=True))
-    digest = f"sha256:{hashlib.sha256(config).hexdigest()}"
-    return Image(text, digest, "application/vnd.docker.container.image.v1+json", config, layers)
+    named = [Named([*(entry.tags or []), _id(store.text(entry.config))], entry) for entry in saved]
+    found = list({(entry.config, *entry.layers): entry for entry in by_name(text, tag, named)}.values())
+    if len(found) > 1:  # an image may be listed once for each of its names
+        raise which(text, len(found), named)
+    config = store.text(found[0].config)
+    diffs = parse(_RootFs, config, found[0].config).rootfs.diff_ids
+    if len(diffs) != len(found[0].layers):
+        raise BadImage(f"{path} has {len(found[0].layers)} layers, its configuration {len(diffs)}")
+    layers = tuple(_saved_layer(store, name, diff) for name, diff in zip(found[0].layers, diffs, strict=True))
+    return Image(text, _id(config), "application/vnd.docker.container.image.v1+json", config, layers)
+
+
+def _id(config: bytes) -> str:
+    """An image's ID, by which Docker knows those without a name too."""
+    return f"sha256:{hashlib.sha256(config).hexdigest()}"
 
 
 def _saved_layer(store: ArchiveStore, name: str, diff: str) -> Blob:
@@ -172,6 +177,6 @@ class _Saved(BaseModel):
 
 class _RootFs(BaseModel):
     class Layers(BaseModel):
-        diff_ids: list[str] = []
+        diff_ids: Annotated[list[str], BeforeValidator(lambda value: value or [])] = []
 
     rootfs: Layers

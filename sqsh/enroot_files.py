@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
@@ -35,6 +35,10 @@ def _or_empty(value: Any) -> Any:
     return () if value is None else value
 
 
+def _labels(value: Any) -> Any:
+    return {key: part or "" for key, part in value.items()} if isinstance(value, dict) else value or {}
+
+
 Text = Annotated[str, AfterValidator(_no_nul)]
 Words = Annotated[tuple[Text, ...], BeforeValidator(_or_empty)]
 
@@ -47,7 +51,7 @@ class RunSettings(BaseModel):
     env: Words = Field(default=(), alias="Env")
     entrypoint: Words = Field(default=(), alias="Entrypoint")
     cmd: Words = Field(default=(), alias="Cmd")
-    labels: Annotated[dict[Text, Text], BeforeValidator(lambda value: value or {})] = Field(default={}, alias="Labels")
+    labels: Annotated[dict[Text, Text], BeforeValidator(_labels)] = Field(default={}, alias="Labels")
     volumes: Annotated[dict[Text, Any], BeforeValidator(lambda value: value or {})] = Field(default={}, alias="Volumes")
     workdir: Annotated[Text, BeforeValidator(lambda value: value or "")] = Field(default="", alias="WorkingDir")
 
@@ -56,13 +60,17 @@ class ImageConfig(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     created: datetime | None = None
-    architecture: str = ""
     config: Annotated[RunSettings, BeforeValidator(lambda value: value or {})] = RunSettings()
 
     @property
     def epoch(self) -> int:
-        """Seconds since 1970 at which the image says it was made, within what squashfs can hold; 0 if it says none."""
-        seconds = int(self.created.timestamp()) if self.created else 0
+        """Seconds since 1970 at which the image says it was made, within what squashfs can hold; 0 if it says none.
+
+        A time without a zone is UTC, whatever the zone of this machine.
+        """
+        if self.created is None:
+            return 0
+        seconds = int((self.created if self.created.tzinfo else self.created.replace(tzinfo=UTC)).timestamp())
         return min(max(seconds, 0), 2**32 - 1)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -19,6 +20,8 @@ def _read_index(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         raise UsageError(f"{path.parent} is no OCI layout", "it has no index.json") from None
+    except OSError as error:
+        raise BadImage(f"{path} cannot be read ({error.strerror})", "the layout is not whole") from None
 
 
 class LayoutStore(Store):
@@ -31,5 +34,6 @@ class LayoutStore(Store):
             source = path.open("rb", buffering=0)
         except OSError as error:
             raise BadImage(f"{path} cannot be read ({error.strerror})", "the layout is not whole") from None
-        os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        with contextlib.suppress(OSError):  # not every file system knows advice
+            os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return source

@@ -10,11 +10,12 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from sqsh.errors import BadImage, UsageError
+from sqsh.names import Named, by_name, which
 from sqsh.reference import DIGEST
 
 MAX_JSON = 16 << 20
@@ -26,11 +27,13 @@ LAYERS = re.compile(
     r"([+.](gzip|zstd))?"
 )
 REF_NAME = "org.opencontainers.image.ref.name"
+FULL_NAME = "io.containerd.image.name"
 T = TypeVar("T", bound=BaseModel)
 ALIASES = {  # as uname and others call them
     "x86_64": "amd64", "x86-64": "amd64", "aarch64": "arm64", "i386": "386", "i686": "386",
     "armhf": "arm/v7", "armv7l": "arm/v7", "armel": "arm/v6", "armv6l": "arm/v6",
 }  # fmt: skip
+VARIANT = re.compile(r"v\d{1,3}(\.\d{1,3})*")
 SCHEMA_1 = "application/vnd.docker.distribution.manifest.v1+"
 
 
@@ -76,6 +79,10 @@ class Store:
     def open(self, digest: str, size: int, stopped: threading.Event | None = None) -> Source:
         raise NotImplementedError
 
+    def read_manifest(self, digest: str, size: int) -> bytes:
+        """A manifest or an index that another index names, checked."""
+        return self.read(digest, size)
+
     def read(self, digest: str, size: int) -> bytes:
         """A small blob, checked."""
         if size > MAX_JSON:
@@ -95,7 +102,16 @@ class Store:
         return data
 
 
-class Platform(BaseModel):
+class _Stated(BaseModel):
+    """What is null is as good as left out, as Go has it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, value: Any) -> Any:
+        return {key: part for key, part in value.items() if part is not None} if isinstance(value, dict) else value
+
+
+class Platform(_Stated):
     """System, processor and its variant, as an index or a configuration states them."""
 
     model_config = ConfigDict(frozen=True)
@@ -124,19 +140,27 @@ class Platform(BaseModel):
         return Platform(os=self.os.lower(), architecture=words[0], variant=variant)
 
     def fits(self, wanted: Platform) -> bool:
-        """Both plain. A variant counts only where both state one."""
-        same = (self.os, self.architecture) == (wanted.os, wanted.architecture)
-        return same and (not self.variant or not wanted.variant or self.variant == wanted.variant)
+        """Both plain. A variant counts only where both state one; what runs on an older one runs on a newer."""
+        if (self.os, self.architecture) != (wanted.os, wanted.architecture):
+            return False
+        if not self.variant or not wanted.variant or self.variant == wanted.variant:
+            return True
+        return bool(self.level) and self.level <= wanted.level
+
+    @property
+    def level(self) -> tuple[int, ...]:
+        """The variant as a number, such as (7,) or (8, 2); empty for what is none."""
+        return tuple(map(int, self.variant[1:].split("."))) if VARIANT.fullmatch(self.variant) else ()
 
 
-class Descriptor(BaseModel):
+class Descriptor(_Stated):
     model_config = ConfigDict(frozen=True)
 
     digest: str = Field(pattern=f"^{DIGEST}$")
     size: int = Field(ge=0)
     media_type: str = Field(default="", alias="mediaType")
     platform: Platform | None = None
-    annotations: dict[str, str] | None = None
+    annotations: dict[str, str | None] | None = None
 
 
 class _Index(BaseModel):
@@ -144,9 +168,9 @@ class _Index(BaseModel):
 
 
 class _Manifest(BaseModel):
-    media_type: str = Field(default="", alias="mediaType")
+    media_type: str | None = Field(default=None, alias="mediaType")
     config: Descriptor
-    layers: list[Descriptor] = Field(max_length=4096)
+    layers: Annotated[list[Descriptor], BeforeValidator(lambda value: value or [])] = Field(max_length=4096)
 
 
 def from_descriptor(text: str, found: Descriptor, raw: bytes, store: Store, platform: str) -> Image:
@@ -155,7 +179,7 @@ def from_descriptor(text: str, found: Descriptor, raw: bytes, store: Store, plat
         if not (found.media_type in INDEXES or (found.media_type not in MANIFESTS and b'"manifests"' in raw)):
             break
         found = _choose(parse(_Index, raw, found.digest).manifests, platform, text)
-        raw = store.read(found.digest, found.size)
+        raw = store.read_manifest(found.digest, found.size)
     refuse_schema_1(text, raw, found.media_type)
     manifest = parse(_Manifest, raw, found.digest)
     for layer in manifest.layers:
@@ -163,7 +187,9 @@ def from_descriptor(text: str, found: Descriptor, raw: bytes, store: Store, plat
             raise BadImage(f"{text} has a layer of the type {layer.media_type}", "only tar, gzip and zstd are known")
     config = store.read(manifest.config.digest, manifest.config.size)
     layers = tuple(Blob(layer.digest, layer.size, _opener(store, layer)) for layer in manifest.layers)
-    return Image(text, found.digest, found.media_type or manifest.media_type, config, layers)
+    # A registry may call it anything; only OCI's may leave its type out.
+    media_type = manifest.media_type or (found.media_type if found.media_type in MANIFESTS else MANIFESTS[0])
+    return Image(text, found.digest, media_type, config, layers)
 
 
 def refuse_schema_1(text: str, raw: bytes, media_type: str) -> None:
@@ -184,8 +210,12 @@ def _choose(manifests: list[Descriptor], platform: str, text: str) -> Descriptor
     stated = [(entry, entry.platform.plain) for entry in manifests if entry.platform is not None]
     fits = [(entry, found) for entry, found in stated if found.fits(wanted)]
     if fits:
-        # what is asked for, then what any such processor runs, then what is listed first
-        return min(fits, key=lambda pair: (pair[1].variant != wanted.variant, pair[1].variant != ""))[0]
+        # what is asked for, then what any such processor runs, then the newest if a variant is asked for, or the first
+        def order(pair: tuple[Descriptor, Platform]) -> tuple[bool, bool, list[int]]:
+            newest = [-number for number in pair[1].level] if wanted.variant else []
+            return pair[1].variant != wanted.variant, pair[1].variant != "", newest
+
+        return min(fits, key=order)[0]
     if len(manifests) == 1 and not stated:
         return manifests[0]
     there = ", ".join(sorted({str(found) for _, found in stated}))
@@ -197,21 +227,24 @@ def _choose(manifests: list[Descriptor], platform: str, text: str) -> Descriptor
 def from_index(text: str, raw: bytes, store: Store, tag: str, platform: str) -> Image:
     """An OCI layout's index.json, which lists images rather than platforms of one."""
     manifests = parse(_Index, raw, "index.json").manifests
-    if tag:
-        manifests = [entry for entry in manifests if _is_named(entry, tag)]
-        if not manifests:
-            raise UsageError(f"{text}: no image of the name '{tag}' there")
-    count = len({entry.digest for entry in manifests})
-    if count > 1 and not any(entry.platform for entry in manifests):
-        raise UsageError(f"{text} holds {count} images", "name one by its tag, behind a colon")
-    found = manifests[0] if count == 1 else _choose(manifests, platform, text)
-    return from_descriptor(text, found, store.read(found.digest, found.size), store, platform)
+    named = [Named(_names(entry), entry) for entry in manifests]
+    found = list({entry.digest: entry for entry in by_name(text, tag, named)}.values())
+    if len(found) > 1 and all(entry.platform for entry in found):
+        chosen = _choose(found, platform, text)
+        found = [entry for entry in found if _plain(entry) == _plain(chosen)]
+    if len(found) > 1:
+        raise which(text, len(found), [entry for entry in named if entry.image in found])
+    return from_descriptor(text, found[0], store.read_manifest(found[0].digest, found[0].size), store, platform)
 
 
-def _is_named(entry: Descriptor, tag: str) -> bool:
-    """By its tag, or by the end of the name that docker and containerd write."""
-    names = entry.annotations or {}
-    return tag == names.get(REF_NAME) or f"/{names.get('io.containerd.image.name', '')}".endswith(f"/{tag}")
+def _names(entry: Descriptor) -> list[str]:
+    """The name that docker and containerd write, the tag, and the digest."""
+    stated = entry.annotations or {}
+    return [*filter(None, (stated.get(FULL_NAME), stated.get(REF_NAME))), entry.digest]
+
+
+def _plain(entry: Descriptor) -> Platform | None:
+    return entry.platform.plain if entry.platform else None
 
 
 def parse(model: type[T], raw: bytes, name: str) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -45,17 +46,14 @@ class RegistryStore(Store):
                 return self._transport.whole(answer, self._reference.host), answer.headers
 
         raw, headers = self._transport.patiently(once)
-        return raw, str(headers.get("Content-Type") or "").partition(";")[0]
+        return raw, str(headers.get("Content-Type") or "").partition(";")[0].strip().lower()
 
-    def read(self, digest: str, size: int) -> bytes:
-        """Manifests of an index are no blobs to a registry: what is not found as one is asked for as the other."""
-        try:
-            return super().read(digest, size)
-        except NotThere:
-            raw, _ = self.manifest(digest)
-            if f"sha256:{hashlib.sha256(raw).hexdigest()}" != digest:
-                raise BadImage(f"{digest} has other content than its digest says") from None
-            return raw
+    def read_manifest(self, digest: str, size: int) -> bytes:
+        """Manifests of an index are no blobs to a registry."""
+        raw, _ = self.manifest(digest)
+        if f"sha256:{hashlib.sha256(raw).hexdigest()}" != digest:
+            raise BadImage(f"{digest} has other content than its digest says", "its content is not what was asked for")
+        return raw
 
     def open(self, digest: str, size: int, stopped: threading.Event | None = None) -> Source:
         return _Blob(self, digest, size, Patience(self._transport.note, stopped))
@@ -84,16 +82,12 @@ class RegistryStore(Store):
         who = host if own else f"{origin(error.url)[1] or 'the place'}, where {host} points,"
         what = f"{who} answers {error.code} {error.reason} for {self._reference.repository}/{path}"
         if error.code == 404:
-            return NotThere(what, "see that the image is there")
+            return SqshError(what, "see that the image is there")
         if error.code not in (401, 403):
             return SqshError(what, "see what the registry's log says")
         if not own:
             return SqshError(what, f"no login goes there; tell the administrators of {host}")
         return SqshError(what, self._authorizer.hint)
-
-
-class NotThere(SqshError):  # noqa: N818
-    pass
 
 
 class _Blob:
@@ -116,8 +110,10 @@ class _Blob:
                 if not data and self._got < self._size:
                     raise http.client.IncompleteRead(b"", self._size - self._got)
             except (Unreachable, http.client.HTTPException, OSError) as error:
-                self._again(error)
-                continue
+                data = error.partial if isinstance(error, http.client.IncompleteRead) else b""
+                if self._answer is None or (not data and self._got < self._size):
+                    self._again(error)
+                    continue
             self._got += len(data)
             if data:
                 self._patience.worked()
@@ -130,14 +126,22 @@ class _Blob:
     def _ask(self) -> http.client.HTTPResponse:
         headers = {"Range": f"bytes={self._got}-"} if self._got else {}
         answer = self._registry.get(f"blobs/{self._digest}", headers)
-        if self._got and answer.status != 206:
-            left = self._got  # the whole blob again: pass over what we have
-            while left:
-                part = answer.read(min(left, 1 << 20))
-                if not part:
-                    raise http.client.IncompleteRead(b"", left)
-                left -= len(part)
+        left = self._got - self._start(answer)
+        if left < 0:
+            raise http.client.IncompleteRead(b"", -left)
+        while left:  # it begins earlier than it was asked to: pass over what we have
+            part = answer.read(min(left, 1 << 20))
+            if not part:
+                raise http.client.IncompleteRead(b"", left)
+            left -= len(part)
         return answer
+
+    def _start(self, answer: http.client.HTTPResponse) -> int:
+        """Where in the blob an answer begins: 206 alone may begin elsewhere than at the start, and says where."""
+        if answer.status != 206:
+            return 0
+        stated = re.match(r"bytes (\d+)-", str(answer.headers.get("Content-Range") or ""))
+        return int(stated[1]) if stated else self._got
 
     def _again(self, error: Exception) -> None:
         self.close()

@@ -26,6 +26,7 @@ MAX_PATH = 4095
 MAX_NAME = 255
 MAX_FILE = 1 << 40
 MAX_HOLES = 1 << 20
+TEXTS = (b"path", b"linkpath", b"uname", b"gname", b"GNU.sparse.name")
 XATTR_SPACES = (b"user.", b"trusted.", b"security.")
 XATTRS_LEFT_OUT = (b"trusted.overlay.", b"user.overlay.", b"security.selinux")
 
@@ -165,8 +166,8 @@ class TarReader:
             gid = self._decimal(pax[b"gid"]) if b"gid" in pax else gid
             mtime = self._seconds(pax[b"mtime"]) if b"mtime" in pax else mtime
             xattrs = self._xattrs(pax)
-        if kind == FILE and name.endswith(b"/") and flag != b"S":
-            kind = FOLDER  # v7's way to say so
+        if flag == b"\0" and name.endswith(b"/"):
+            kind = FOLDER  # v7's way to say so, and not ustar's: there it is a file, whose content follows
         member = Member(
             self._path(name), kind, self._number(fields[1]) & 0o7777, uid, gid, min(max(mtime, 0), 0xFFFFFFFF)
         )
@@ -317,7 +318,7 @@ class TarReader:
                 self._bad("has a PAX record that cannot be read")
             if key in (b"GNU.sparse.offset", b"GNU.sparse.numbytes"):
                 numbers.append(value)
-            elif b"\0" in value and not key.startswith((b"SCHILY.xattr.", b"LIBARCHIVE.xattr.")):
+            elif b"\0" in value and key in TEXTS:
                 self._bad("has a PAX record with a NUL character")
             else:
                 records[key] = value
@@ -356,7 +357,7 @@ class TarReader:
             value = int.from_bytes(field, "big") & ((1 << (8 * len(field) - 1)) - 1)
             return value - (1 << (8 * len(field) - 1)) if field[0] & 0x40 else value
         try:
-            return int(field.split(b"\0", 1)[0].strip() or b"0", 8)
+            return int(field.lstrip(b" \0").split(b"\0", 1)[0].strip() or b"0", 8)
         except ValueError:
             self._bad(f"has a header with the number {field!r}")
 

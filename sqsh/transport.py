@@ -91,7 +91,7 @@ class Transport:
             raise Unreachable(
                 f"{request.host} answers {error.code} {error.reason} for {what}", f"try again {when}", after_s
             ) from None
-        except (OSError, http.client.HTTPException, UnicodeError) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: no URL that can be read
             raise self._no_answer(request.host, error) from None
         self._answered = True
         return answer
@@ -133,7 +133,7 @@ class Transport:
         never = isinstance(error, urllib.error.URLError) and isinstance(
             reason, ConnectionRefusedError | TimeoutError | socket.gaierror
         )
-        if isinstance(reason, ssl.SSLCertVerificationError | UnicodeError) or (never and not self._answered):
+        if isinstance(reason, ssl.SSLCertVerificationError | ValueError) or (never and not self._answered):
             return SqshError(what, hint)
         return Unreachable(what, hint)
 

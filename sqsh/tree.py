@@ -288,6 +288,7 @@ class Layer:
         self._open = open_links
         self._links_below = links
         self._links: dict[Path, Node] = {}
+        self._reserved: dict[Path, Node] = {}  # files of aufs's own, which only hard links can bring into the image
         self._assumed: list[Path] = []
         self._last: tuple[Path, LayerFolder] = ((), self.root)
 
@@ -307,6 +308,10 @@ class Layer:
             if member.kind != FOLDER:
                 self._refuse(path, "gives the root another type")
             self.root.member = member
+            return False
+        if path[0].startswith(RESERVED) and path[0] != OPAQUE:
+            if member.kind == FILE:
+                self._reserved[path] = node
             return False
         name = path[-1]
         if b".wh." in name and self._whiteout(path, name):
@@ -477,6 +482,8 @@ class Layer:
         return True
 
     def _link(self, target: Path, link: Node) -> Node:
+        if target in self._reserved:
+            return self._reserved[target]
         here = self._find(target)
         if self._links_below or not isinstance(here, Node):
             target = (*self._real(target[:-1], "has a hard link through what is no folder:"), *target[-1:])

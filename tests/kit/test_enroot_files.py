@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,19 @@ def test_a_configuration_that_makes_no_sense_is_refused(config: dict[str, Any]) 
 def test_quoted_is_one_word(text: str) -> None:
     printed = subprocess.run(["sh", "-c", f"printf %s {quoted(text)}"], stdout=subprocess.PIPE, check=True).stdout
     assert printed.decode() == text
+
+
+def test_labels_without_a_value() -> None:
+    assert "# one \n# two 2\n" in files(Labels={"one": None, "two": "2"})[RC]
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo", "America/Los_Angeles"])
+def test_a_time_without_a_zone_is_utc(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        for created in ("2024-01-01T00:00:00", "2024-01-01T00:00:00Z", "2024-01-01T09:00:00+09:00"):
+            assert parse_config(json.dumps({"created": created})).epoch == 1_704_067_200
+    finally:
+        monkeypatch.undo()
+        time.tzset()

@@ -136,7 +136,9 @@ def test_links_in_an_archive_that_lead_nowhere(tmp_path: Path, target: str) -> N
 
 
 def test_an_image_without_layers(tmp_path: Path) -> None:
-    assert names(converted(write_saved(tmp_path / "a.tar", {}, None, config()), tmp_path / "out").out) == {b""}
+    null = json.dumps({"rootfs": {"type": "layers", "diff_ids": None}}).encode()
+    for about in (config(), null):
+        assert names(converted(write_saved(tmp_path / "a.tar", {}, None, about), tmp_path / "out").out) == {b""}
 
 
 @pytest.mark.parametrize("how", [how for how in PACKERS if how != "tar"])
@@ -176,12 +178,8 @@ def test_no_room_for_what_an_archive_unpacks_to(tmp_path: Path, monkeypatch: pyt
 def test_an_archive_that_lacks_the_end_of_its_tar(tmp_path: Path) -> None:
     write_image(tmp_path / "oci", [LOWER, UPPER])
     with tarfile.open(tmp_path / "oci.tar", "w") as archive:
-        # A text comes last: a layer may itself end in zeros, which are not padding.
-        order = ["index.json", "blobs", "oci-layout"]
-        for path in sorted(
-            (tmp_path / "oci").rglob("*"),
-            key=lambda path: (order.index(path.relative_to(tmp_path / "oci").parts[0]), path),
-        ):
+        # The last content must not end in zeros, as a layer may: they would be taken for padding below.
+        for path in sorted((tmp_path / "oci").rglob("*"), key=lambda path: path.name == "oci-layout"):
             archive.add(path, path.relative_to(tmp_path / "oci"), recursive=False)
         end = archive.offset
     whole = (tmp_path / "oci.tar").read_bytes()[:end]
@@ -212,9 +210,53 @@ def test_a_layout_of_several_images(tmp_path: Path) -> None:
     index, other = (json.loads((tmp_path / name / "index.json").read_text()) for name in ("oci", "other"))
     other["manifests"][0]["annotations"] = {"org.opencontainers.image.ref.name": "other"}
     (tmp_path / "oci/index.json").write_text(json.dumps({"manifests": index["manifests"] + other["manifests"]}))
-    with pytest.raises(UsageError, match="holds 2 images: name one by its tag"):
+    with pytest.raises(UsageError, match="holds 2 images: name one behind a colon: image, other"):
         find_image(str(tmp_path / "oci"))
-    assert find_image(f"{tmp_path}/oci:image").digest == index["manifests"][0]["digest"]
+    wanted = index["manifests"][0]["digest"]
+    for name in ("image", wanted):
+        assert find_image(f"{tmp_path}/oci:{name}").digest == wanted
+    with pytest.raises(UsageError, match="no image of the name 'mage' there: there is image, other"):
+        find_image(f"{tmp_path}/oci:mage")
+
+
+def test_images_of_one_platform_in_a_layout(tmp_path: Path) -> None:
+    """That each states its platform does not say which of them is meant."""
+    write_image(tmp_path / "oci", [LOWER])
+    write_image(tmp_path / "other", [UPPER])
+    entries = [json.loads((tmp_path / name / "index.json").read_text())["manifests"][0] for name in ("oci", "other")]
+    for entry, name in zip(entries, ("a.io/app:1", "a.io/app:2"), strict=True):
+        entry["annotations"] = {"org.opencontainers.image.ref.name": name}
+        entry["platform"] = {"os": "linux", "architecture": "amd64"}
+    arm = {**entries[0], "digest": "sha256:" + "0" * 64, "platform": {"os": "linux", "architecture": "arm64"}}
+    (tmp_path / "oci/index.json").write_text(json.dumps({"manifests": [arm, *entries]}))
+    with pytest.raises(UsageError, match=r"holds 2 images: name one behind a colon: a\.io/app:1, a\.io/app:2"):
+        find_image(str(tmp_path / "oci"), "linux/amd64")
+    assert find_image(f"{tmp_path}/oci:app:1", "linux/amd64").digest == entries[0]["digest"]
+    entries[1].pop("platform")
+    (tmp_path / "oci/index.json").write_text(json.dumps({"manifests": entries}))
+    with pytest.raises(UsageError, match="holds 2 images"):
+        find_image(str(tmp_path / "oci"), "linux/amd64")
+
+
+def test_several_images_of_an_archive(tmp_path: Path) -> None:
+    """By a name, `latest` where it has no tag, or by the image's ID; one that is listed for each name is one."""
+    members = {"a.json": config(LOWER), "b.json": config(UPPER), "a.tar": LOWER, "b.tar": UPPER}
+    first, second = (f"sha256:{sha256(members[name])}" for name in ("a.json", "b.json"))
+    listed = [
+        {"Config": "a.json", "RepoTags": ["a.io/app:1"], "Layers": ["a.tar"]},
+        {"Config": "a.json", "RepoTags": ["a.io/app:latest"], "Layers": ["a.tar"]},
+        {"Config": "b.json", "RepoTags": None, "Layers": ["b.tar"]},
+    ]
+    path = write_tar(tmp_path / "two.tar", {**members, "manifest.json": json.dumps(listed).encode()})
+    for name, wanted in (("app:1", first), ("app", first), ("a.io/app", first), (first, first), (second, second)):
+        assert find_image(f"{path}:{name}").digest == wanted
+    with pytest.raises(UsageError, match=f"holds 2 images: name one .*: a.io/app:1, a.io/app:latest, {second}"):
+        find_image(str(path))
+    one = write_tar(tmp_path / "one.tar", {**members, "manifest.json": json.dumps(listed[:2]).encode()})
+    assert find_image(str(one)).digest == first
+    none = write_tar(tmp_path / "none.tar", {"manifest.json": b"[]"})
+    with pytest.raises(UsageError, match="holds no image"):
+        find_image(str(none))
 
 
 def test_archives_that_are_none_or_too_old(tmp_path: Path) -> None:

@@ -117,6 +117,11 @@ def test_the_image_of_a_platform(tmp_path: Path) -> None:
         (["linux/arm/v6", "linux/arm/v7"], "linux/arm/v7", "linux/arm/v7"),
         (["linux/arm/v6", "linux/arm/v7"], "linux/arm/7", "linux/arm/v7"),
         (["linux/arm/v6", "linux/arm/v7"], "linux/armhf", "linux/arm/v7"),
+        (["linux/arm/v6"], "linux/arm/v7", "linux/arm/v6"),
+        (["linux/arm/v5", "linux/arm/v6", "linux/arm/v8"], "linux/arm/v7", "linux/arm/v6"),
+        (["linux/arm/v6", "linux/arm"], "linux/arm/v7", "linux/arm"),
+        (["linux/amd64/v2", "linux/amd64/v4"], "linux/amd64/v3", "linux/amd64/v2"),
+        (["linux/arm64/v8.1", "linux/arm64/v8.5"], "linux/arm64/v9", "linux/arm64/v8.5"),
         (["windows/amd64", "linux/amd64"], "Linux/AMD64", "linux/amd64"),
     ],
 )
@@ -128,7 +133,12 @@ def test_variants_of_a_platform(tmp_path: Path, there: list[str], wanted: str, a
 
 @pytest.mark.parametrize(
     ("there", "wanted"),
-    [("linux/arm/v7", "linux/arm/v6"), ("linux/arm64/v9", "linux/arm64/v8.2"), ("linux/arm64", "linux/arm/v8")],
+    [
+        ("linux/arm/v7", "linux/arm/v6"),
+        ("linux/arm64/v9", "linux/arm64/v8.2"),
+        ("linux/arm64", "linux/arm/v8"),
+        ("linux/arm/hf", "linux/arm/v7"),
+    ],
 )
 def test_another_platform(tmp_path: Path, there: str, wanted: str) -> None:
     index_of(tmp_path, there, "unknown/unknown")
