@@ -14,7 +14,7 @@ from functional.runtime.flags import as_flags
 from functional.runtime.redact import redacted
 
 if TYPE_CHECKING:
-    from functional.runtime.config import GenerationConfig, VllmConfig
+    from functional.runtime.config import GenerationConfig, VllmConfig, VllmKwargs
 
 GENERATION = "policy.generation"
 VLLM_CFG = f"{GENERATION}.vllm_cfg"
@@ -146,6 +146,8 @@ KWARGS: dict[str, Rule] = (
         "expert_parallel_size": moved(f"{VLLM_CFG}.expert_parallel_size"),
         "enable_expert_parallel": moved(f"{VLLM_CFG}.expert_parallel_size"),
         "env_vars": moved(f"{VLLM_CFG}.env_vars"),
+        "enable_vllm_metrics_logger": moved(f"{VLLM_CFG}.enable_vllm_metrics_logger"),
+        "vllm_metrics_logger_interval": moved(f"{VLLM_CFG}.vllm_metrics_logger_interval"),
         "config": unsupported("flags in a file would escape these rules", refuse=True),
         "hf_token": moved(f"{VLLM_CFG}.env_vars.HF_TOKEN: a command line is no place for a secret"),
         "chat_template": moved(f"{WORKER_ARGS}.custom_jinja_template"),
@@ -204,8 +206,15 @@ MANAGED_WORKER_FLAGS = {name for name in WORKER_FLAGS if name not in KWARGS and 
 
 def classify(generation: "GenerationConfig", device: str) -> list[Option]:
     """Every option that `vllm_cfg` and `vllm_kwargs` hold, defaults of declared keys included. device: cpu or cuda."""
-    cfg = list(_cfg_options(generation.vllm_cfg, device))
-    return cfg + [_kwargs_option(key, value) for key, value in generation.vllm_kwargs.options().items()]
+    return cfg_options(generation.vllm_cfg, device) + kwargs_options(generation.vllm_kwargs)
+
+
+def cfg_options(cfg: "VllmConfig", device: str) -> list[Option]:
+    return list(_cfg_options(cfg, device))
+
+
+def kwargs_options(kwargs: "VllmKwargs") -> list[Option]:
+    return [_kwargs_option(key, value) for key, value in kwargs.options().items()]
 
 
 def shown_options(generation: "GenerationConfig", device: str) -> list[dict[str, Any]]:

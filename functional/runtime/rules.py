@@ -20,11 +20,14 @@ from functional.runtime.options import (
     GENERATION,
     VLLM_CFG,
     WORKER_ARGS,
-    classify,
+    Option,
+    cfg_options,
+    kwargs_options,
     nearest_flag,
     nearest_key,
     refusal_of_extra,
 )
+from functional.runtime.paths import find_file_problem, is_folder
 from functional.runtime.redact import redacted
 from functional.runtime.worker_args import (
     FRONTEND_OWNERS,
@@ -42,6 +45,8 @@ MAX_STOP_STRINGS = 32
 """The limit of Dynamo's API for one request."""
 MAX_SENT_STOPS = 4
 """What Dynamo 1.3.0.post1 takes in fact: behind its API's check, more stop strings or stop token IDs are a 500."""
+TRUNCATION = "loss_fn.truncated_importance_sampling"
+UNCORRECTED = "has no effect: set loss_fn.use_importance_sampling_correction to true, or this to null"
 BUILTIN_DATA = ("arithmetic", "token_set")
 OTHER_ENGINES = ("sglang_cfg", "trtllm_cfg", "mcore_generation_config", "megatron_cfg", "hf_cfg")
 QUANTIZATION = ("quant_cfg", "quantization", "real_quant", "real_quant_ignore", "fp8_cfg")
@@ -170,7 +175,7 @@ def _model(recipe: "Recipe") -> Iterator[Problem]:
     """What a model's own configuration rules out; a hub's model that is not here yet is judged once it is."""
     name = recipe.policy.model_name
     problem = None
-    if Path(name).is_dir():
+    if is_folder(name):
         problem = find_model_problem(Path(name) / "config.json")
     elif name.startswith(("/", "./", "../")):
         problem = "no such folder"
@@ -211,9 +216,16 @@ def _sections(recipe: "Recipe") -> Iterator[Problem]:
             yield Problem(path, value, "unknown key" + nearest_key(key, [*type(generation).model_fields, *IGNORED]))
 
 
-def _options(recipe: "Recipe") -> Iterator[Problem]:
-    """Errors of the single options in `vllm_cfg` and `vllm_kwargs`."""
-    for option in classify(recipe.policy.generation, _device(recipe)):
+def _cfg_options(recipe: "Recipe") -> Iterator[Problem]:
+    yield from _errors(cfg_options(recipe.policy.generation.vllm_cfg, _device(recipe)))
+
+
+def _kwargs_options(recipe: "Recipe") -> Iterator[Problem]:
+    yield from _errors(kwargs_options(recipe.policy.generation.vllm_kwargs))
+
+
+def _errors(options: Iterable[Option]) -> Iterator[Problem]:
+    for option in options:
         if option.error:
             yield Problem(option.path, option.value, option.error)
 
@@ -319,14 +331,22 @@ def _endpoint_types(recipe: "Recipe") -> Iterator[Problem]:
 
 def _template(recipe: "Recipe") -> Iterator[Problem]:
     template = recipe.policy.generation.dynamo_cfg.worker_args.custom_jinja_template
-    if template is not None and not Path(template).expanduser().is_file():
-        yield Problem(f"{WORKER_ARGS}.custom_jinja_template", template, "no such file")
+    if template is None:
+        return
+    path = template
+    with suppress(RuntimeError):  # the home of a user that is not there
+        path = str(Path(template).expanduser())
+    if problem := find_file_problem(path):
+        yield Problem(f"{WORKER_ARGS}.custom_jinja_template", template, problem)
 
 
 def _worker_words(recipe: "Recipe") -> Iterator[Problem]:
     words = recipe.policy.generation.dynamo_cfg.worker_args.extra_cli_args
-    refusal = refusal_of_extra(worker_flag_owners(recipe.policy.generation, _device(recipe)))
-    yield from _extra(WORKER_ARGS, words, ENGINE_FLAGS | WORKER_FLAGS | FLAG_FILE, refusal)
+    try:
+        owners = worker_flag_owners(recipe.policy.generation, _device(recipe))
+    except UnreadKeyError:  # which flags the other keys set is not known then; most words are refused whatever it is
+        owners = {}
+    yield from _extra(WORKER_ARGS, words, ENGINE_FLAGS | WORKER_FLAGS | FLAG_FILE, refusal_of_extra(owners))
 
 
 def _frontend_words(recipe: "Recipe") -> Iterator[Problem]:
@@ -354,28 +374,28 @@ def _data(recipe: "Recipe") -> Iterator[Problem]:
     if not name.endswith(".jsonl"):
         message = f"expected {' or '.join(BUILTIN_DATA)}, or the path of a local .jsonl file"
         yield Problem("data.dataset_name", name, message)
-    elif not Path(name).is_file():
-        yield Problem("data.dataset_name", name, f"no such file (looked in {Path.cwd()})")
+    elif problem := find_file_problem(name):
+        yield Problem("data.dataset_name", name, problem)
 
 
-def _truncation(recipe: "Recipe") -> Iterator[Problem]:
-    loss, path = recipe.loss_fn, "loss_fn.truncated_importance_sampling"
-    ratio, kind = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_type
+def _truncation_type(recipe: "Recipe") -> Iterator[Problem]:
+    loss = recipe.loss_fn
+    kind = loss.truncated_importance_sampling_type
     if kind not in (None, "tis"):
-        yield Problem(f"{path}_type", kind, "the suite's trainer cuts importance weights off only: set tis, or null")
-    elif kind == "tis" and ratio is None and loss.use_importance_sampling_correction:
-        yield Problem(f"{path}_type", kind, f"has no effect: set {path}_ratio, or this to null")
+        yield Problem(
+            f"{TRUNCATION}_type", kind, "the suite's trainer cuts importance weights off only: set tis, or null"
+        )
+    elif kind == "tis" and not loss.use_importance_sampling_correction:
+        yield Problem(f"{TRUNCATION}_type", kind, UNCORRECTED)
+    elif kind == "tis" and loss.truncated_importance_sampling_ratio is None:
+        yield Problem(f"{TRUNCATION}_type", kind, f"has no effect: set {TRUNCATION}_ratio, or this to null")
 
 
-def _correction(recipe: "Recipe") -> Iterator[Problem]:
-    loss, path = recipe.loss_fn, "loss_fn.truncated_importance_sampling"
-    if loss.use_importance_sampling_correction:
-        return
-    message = "has no effect: set loss_fn.use_importance_sampling_correction to true, or this to null"
-    if loss.truncated_importance_sampling_ratio is not None:
-        yield Problem(f"{path}_ratio", loss.truncated_importance_sampling_ratio, message)
-    if loss.truncated_importance_sampling_type == "tis":
-        yield Problem(f"{path}_type", "tis", message)
+def _truncation_ratio(recipe: "Recipe") -> Iterator[Problem]:
+    loss = recipe.loss_fn
+    ratio = loss.truncated_importance_sampling_ratio
+    if ratio is not None and not loss.use_importance_sampling_correction:
+        yield Problem(f"{TRUNCATION}_ratio", ratio, UNCORRECTED)
 
 
 def _loss_keys(recipe: "Recipe") -> Iterator[Problem]:
@@ -413,7 +433,8 @@ RULES: tuple[Rule, ...] = (
     _devices,
     _shared_gpu,
     _sections,
-    _options,
+    _cfg_options,
+    _kwargs_options,
     _metrics_interval,
     _stops,
     _variables,
@@ -423,8 +444,8 @@ RULES: tuple[Rule, ...] = (
     _worker_words,
     _frontend_words,
     _loss_keys,
-    _truncation,
-    _correction,
+    _truncation_type,
+    _truncation_ratio,
     _data,
     _weights_and_biases,
 )

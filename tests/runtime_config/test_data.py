@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
+from functional.runtime.config import RecipeError
 from functional.runtime.errors import ConfigError
 from functional.suite.data import describe_data
 from functional.suite.models import ARITHMETIC_DIR, RANDOM, find_tokenizer
+from functional.suite.preflight import load_for_run
 
 TOKENIZER = find_tokenizer("builtin:arithmetic")
 
@@ -47,6 +49,33 @@ def test_one_token_less_fits_whatever_max_new_tokens_says(recipe_path, data):
     done = functional("config", recipe_path, *words, context, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["data"]["longest_prompt"] == 127
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (("grpo.num_prompts_per_step=9",), ("holds 8 questions only", "128 tokens")),
+        (("grpo.num_prompts_per_step=x",), ("valid integer", "128 tokens")),
+        (
+            ("policy.generation.vllm_cfg.max_model_len=x", "grpo.num_prompts_per_step=9"),
+            ("valid integer", "8 questions"),
+        ),
+        (("policy.model_name=/nowhere", "grpo.num_prompts_per_step=9"), ("no such folder", "8 questions")),
+        (("policy.model_name=[a]", "grpo.num_prompts_per_step=9"), ("valid string", "8 questions")),
+    ],
+)
+def test_what_is_wrong_with_other_keys_does_not_hide_the_data_s_own(recipe_path, data, overrides, messages):
+    with pytest.raises(RecipeError) as caught:
+        load_for_run(recipe_path, [f"data.dataset_name={data}", *overrides])
+    assert len(caught.value.problems) == len(messages)
+    assert all(message in str(caught.value) for message in messages)
+
+
+def test_a_folder_that_is_no_model_is_said_once(recipe_path, tmp_path, data):
+    data.write_text("no JSON")
+    with pytest.raises(RecipeError) as caught:
+        load_for_run(recipe_path, [f"data.dataset_name={data}", f"policy.model_name={tmp_path}"])
+    assert [problem.key for problem in caught.value.problems] == ["policy.model_name", "data.dataset_name"]
 
 
 def test_json_of_a_refused_prompt(recipe_path, data):
