@@ -263,6 +263,12 @@ class TestRefusals:
         assert finished.returncode == 2
         assert "is no squashfs" in finished.stderr
 
+    def test_a_pipe_is_refused_and_not_waited_for(self, kit: Kit, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        finished = kit("run", "--sqsh", tmp_path / "pipe", "--", "true")
+        assert (finished.returncode, finished.stderr.count("\n")) == (2, 1)
+        assert "pipe is no file" in finished.stderr
+
     def test_broken_squashfs(self, kit: Kit, tiny: Path, tmp_path: Path) -> None:
         (tmp_path / "cut.sqsh").write_bytes(tiny.read_bytes()[:50_000])
         finished = kit("run", "--engine", "own", "--sqsh", tmp_path / "cut.sqsh", "--", "true")
