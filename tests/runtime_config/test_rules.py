@@ -365,6 +365,9 @@ def test_normalising_what_has_no_deviation_is_warned_of(load):
         ("not json", "cannot be read"),
         (None, "holds no config.json"),
         ('{"architectures": ["Qwen3ForCausalLM"], "quantization_config": {"bits": 4}}', "quantized"),
+        ('{"architectures": ["Qwen3ForCausalLM"], "compression_config": {"bits": 4}}', "quantized"),
+        ('{"architectures": [["Qwen3ForCausalLM"]]}', "no proof of weights"),
+        ("[" * 100_000, "cannot be read"),
     ],
 )
 def test_models_that_have_no_proof(load, tmp_path, config, message):
@@ -378,6 +381,26 @@ def test_models_that_have_no_proof(load, tmp_path, config, message):
     with pytest.raises(RecipeError, match=message) as caught:
         load(f"policy.model_name={folder}")
     assert [problem.key for problem in caught.value.problems] == ["policy.model_name"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("generation_config.json", '{"eos_token_id": [2, 0], "top_p": 0.8, "max_new_tokens": 1}', None),
+        ("generation_config.json", "{", "its generation_config.json cannot be read"),
+        ("generation_config.json", "[2]", "no JSON object"),
+        ("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}', "quantized"),
+    ],
+)
+def test_what_stands_beside_a_model_s_configuration(load, tmp_path, name, content, message):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    (tmp_path / name).write_text(content)
+    if message is None:
+        load(f"policy.model_name={tmp_path}")
+        return
+    with pytest.raises(RecipeError, match=message) as caught:
+        load(f"policy.model_name={tmp_path}")
+    assert len(caught.value.problems) == 1
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "nul\0inside", "~no-such-user/a", "../" * 2000 + "a"])
