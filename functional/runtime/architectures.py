@@ -37,6 +37,15 @@ def find_model_problem(config_file: Path) -> str | None:
     return None
 
 
+def longest_context(config_file: Path) -> int | None:
+    """How many positions a sound model takes, as vLLM reckons; None where that is not plain to see."""
+    config = _read(config_file)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    plain = rope.get("rope_type", rope.get("type", "default")) in ("default", "llama3")
+    positions = config.get("max_position_embeddings")
+    return positions if plain and "model_max_length" not in config and isinstance(positions, int) else None
+
+
 class _UnreadableError(Exception):
     pass
 

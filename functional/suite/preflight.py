@@ -5,18 +5,39 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from functional.runtime.architectures import find_model_problem
-from functional.runtime.config import Recipe, load_recipe
+from functional.runtime.architectures import find_model_problem, longest_context
+from functional.runtime.config import GenerationConfig, Recipe, load_recipe
 from functional.runtime.errors import ConfigError
+from functional.runtime.options import VLLM_CFG
 from functional.runtime.paths import find_file_problem, is_folder
 from functional.runtime.rules import BUILTIN_DATA, RULES, Problem, UnreadKeyError
 from functional.suite.data import check_count, measure, read_data
-from functional.suite.models import find_tokenizer
+from functional.suite.models import ARITHMETIC, ARITHMETIC_DIR, find_tokenizer
 
 
 def load_for_run(path: Path, overrides: list[str]) -> Recipe:
     """As `load_recipe`; the error names what is wrong with the model's tokenizer and with the data too."""
-    return load_recipe(path, overrides, rules=(*RULES, _prompts))
+    return load_recipe(path, overrides, rules=(*RULES, _context, _prompts))
+
+
+def _context(recipe: Recipe) -> Iterator[Problem]:
+    """vLLM refuses a longer context than the model's, but only once a worker starts."""
+    name, generation = recipe.policy.model_name, recipe.policy.generation
+    folder = ARITHMETIC_DIR if name == ARITHMETIC else Path(name)
+    wanted = generation.vllm_cfg.max_model_len
+    if not is_folder(str(folder)) or _is_refused(str(folder)):
+        return
+    longest = longest_context(folder / "config.json")
+    if longest is not None and wanted > longest and not _is_stretched(generation):
+        message = f"the model takes {longest} positions (max_position_embeddings): set no more"
+        yield Problem(f"{VLLM_CFG}.max_model_len", wanted, message)
+
+
+def _is_stretched(generation: GenerationConfig) -> bool:
+    """Whether the recipe has the engine take more positions, or alters the model's configuration."""
+    if "hf_overrides" in generation.vllm_kwargs.options():
+        return True
+    return generation.vllm_cfg.env_vars.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip() == "1"
 
 
 def _prompts(recipe: Recipe) -> Iterator[Problem]:
