@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from functional.runtime.paths import functional_home
-from functional.suite import driver
+from functional.suite import driver, preflight
 from functional.suite.models import find_tokenizer
 
 
@@ -25,9 +25,10 @@ def test_prompts_of_a_model_that_has_to_come_from_the_hub_first(tmp_path, monkey
 
     def not_here_yet(name):
         seen.append(name)
-        return find_tokenizer(name) if len(seen) > 1 else None
+        return find_tokenizer(name) if len(seen) > 2 else None
 
     monkeypatch.setattr(driver, "find_tokenizer", not_here_yet)
+    monkeypatch.setattr(preflight, "find_tokenizer", not_here_yet)
     monkeypatch.setattr(driver, "local_ray", lambda *_: pytest.fail("Ray was started"))
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -35,5 +36,5 @@ def test_prompts_of_a_model_that_has_to_come_from_the_hub_first(tmp_path, monkey
     assert driver.run(recipe, tmp_path / "out", run_dir, [f"data.dataset_name={data}"]) == 2
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert f"{data}:128: the prompt has 128 tokens" in report["error"]
-    assert len(seen) == 2
+    assert len(seen) == 3
     assert not run_dir.exists()
