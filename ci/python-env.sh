@@ -32,7 +32,7 @@ find_uv() {
     "$1" -m venv "$state/uv" >&2
     # The lock pins uv with its hashes among the trainer's packages; take exactly that one.
     awk '/^[a-zA-Z0-9]/ { keep = /^uv==/ } keep' lockfiles/trainer-cpu.txt >"$state/uv/uv.txt"
-    logged "$state/uv/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r "$state/uv/uv.txt"
+    logged "$state/uv/bin/python" -m pip install --quiet --retries 2 --disable-pip-version-check --require-hashes --no-deps -r "$state/uv/uv.txt"
   fi
   echo "$state/uv/bin/uv"
 }

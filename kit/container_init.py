@@ -64,12 +64,12 @@ def main() -> NoReturn:
         if not spec["host_network"]:
             raise_loopback()
         enter_root(spec)
-        child = start_command(spec)
+        command = start_command(spec)  # held to the end: see there
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         os.write(report, reason(error).encode())
         os._exit(SETUP_FAILED)
-    threading.Thread(target=pass_signals_on, args=(control, child), daemon=True).start()
-    os._exit(reap_until_end(child, keep_running=spec["interactive"]))
+    threading.Thread(target=pass_signals_on, args=(control, command.pid), daemon=True).start()
+    os._exit(reap_until_end(command.pid, keep_running=spec["interactive"]))
 
 
 def enter_root(spec: Spec) -> None:
@@ -173,8 +173,11 @@ def raise_loopback() -> None:
         fcntl.ioctl(probe, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | IFF_UP))
 
 
-def start_command(spec: Spec) -> int:
-    """Start `/etc/rc` with the command, as enroot does, or the command itself in an image without one."""
+def start_command(spec: Spec) -> subprocess.Popen[bytes]:
+    """Start `/etc/rc` with the command, as enroot does, or the command itself in an image without one.
+
+    Whoever drops the answer loses the exit status of a command that has ended by then: Popen reaps it.
+    """
     start = ["/bin/sh", "/etc/rc"] if Path("/etc/rc").exists() else []
     words = [*start, *spec["command"]] or ["/bin/sh"]
     env = {"PATH": DEFAULT_PATH, "HOME": "/root", **image_environment(Path("/etc/environment")), **spec["env"]}
@@ -182,8 +185,8 @@ def start_command(spec: Spec) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if spec["interactive"]:
-        return subprocess.Popen(words, env=env, process_group=0, preexec_fn=take_terminal).pid
-    return subprocess.Popen(words, env=env, start_new_session=True).pid
+        return subprocess.Popen(words, env=env, process_group=0, preexec_fn=take_terminal)
+    return subprocess.Popen(words, env=env, start_new_session=True)
 
 
 def take_terminal() -> None:

@@ -15,7 +15,7 @@ from kit.fetch import Inputs, fetch_inputs
 from kit.files import need_space, tree_size, write_atomic
 from kit.layout import REPO, Release, inputs_dir, only_run, release, state_dir
 from kit.lock import check_pins
-from kit.oci import blob, layout_image, read_manifest
+from kit.oci import blob, image_size, layout_image, read_manifest
 from kit.record import ImageSection, read_record, start_record
 from kit.services import Docker, check_engine, content_store, engine
 from kit.sources import input_hashes
@@ -58,7 +58,7 @@ def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool 
             profile=profile,
             digest=image.digest,
             media_type=image.media_type,
-            size=image.size + manifest.config.size + sum(layer.size for layer in manifest.layers),
+            size=image_size(image, manifest),
             layers=[layer.digest for layer in manifest.layers],
             key=key,
             inputs=hashes,

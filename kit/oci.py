@@ -76,6 +76,11 @@ def blob(layout: Path, digest: str) -> Path:
     return layout / "blobs" / digest.replace(":", "/", 1)
 
 
+def image_size(image: Descriptor, manifest: Manifest) -> int:
+    """Bytes of the manifest, the configuration and the compressed layers."""
+    return image.size + manifest.config.size + sum(layer.size for layer in manifest.layers)
+
+
 def check_layout(layout: Path) -> str:
     """Hash every blob of the layout's image and return the image's digest. Raises KitError for a blob that differs."""
     image = layout_image(layout)

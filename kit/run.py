@@ -97,6 +97,8 @@ def parse_env(texts: Sequence[str]) -> dict[str, str]:
 
 
 def check_squashfs(path: Path) -> None:
+    if path.is_fifo() or path.is_char_device() or path.is_socket():
+        raise UsageError(f"{path} is no file", "name a squashfs file")
     try:
         with path.open("rb") as file:
             magic = file.read(len(SQUASHFS_MAGIC))

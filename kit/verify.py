@@ -13,7 +13,7 @@ from kit.command import run
 from kit.errors import CHECK_FAILED, KitError
 from kit.files import sha256_of
 from kit.layout import LOCKFILES, REPO, Release, release
-from kit.oci import check_layout, registry_digest
+from kit.oci import check_layout, image_size, layout_image, read_manifest, registry_digest
 from kit.record import FunctionalSection, ImageSection, PushSection, Record, SqshSection, read_record
 from kit.report import read_report
 from kit.sources import lock_hashes, source_hashes
@@ -72,8 +72,21 @@ def _image(made: Release, section: ImageSection) -> Iterator[Finding]:
         yield Finding(section="image", what="layout", result="failed", detail=str(error))
         return
     yield _same("image", "digest of oci/, over every blob", section.digest, found)
-    yield _same_inputs("image", f"inputs in the image's /{BUILD_JSON}", section.inputs, _inputs_in(made.oci))
+    recorded = {"media_type": section.media_type, "size": str(section.size), "layers": " ".join(section.layers)}
+    yield _same_values("image", "what the manifest says", recorded, _in_manifest(made.oci))
+    yield _same_values("image", f"inputs in the image's /{BUILD_JSON}", section.inputs, _inputs_in(made.oci))
     yield _as_checked_out(section)
+
+
+def _in_manifest(layout: Path) -> dict[str, str]:
+    """What there is to compare of a layout whose blobs are whole."""
+    image = layout_image(layout)
+    manifest = read_manifest(layout, image.digest)
+    return {
+        "media_type": image.media_type,
+        "size": str(image_size(image, manifest)),
+        "layers": " ".join(layer.digest for layer in manifest.layers),
+    }
 
 
 def _inputs_in(layout: Path) -> object:
@@ -128,6 +141,7 @@ def _sqsh(made: Release, image: ImageSection, section: SqshSection) -> Iterator[
     if not path.is_file():
         yield Finding(section="sqsh", what="file", result="failed", detail=f"{path} is missing")
         return
+    yield _same("sqsh", "bytes of the file", str(section.size), str(path.stat().st_size))
     yield _same("sqsh", "sha256 of the file", section.sha256, sha256_of(path))
     finished = run(["unsquashfs", "-cat", path, IMAGE_JSON], check=False)
     try:
@@ -152,13 +166,16 @@ def _functional(made: Release, record: Record, section: FunctionalSection) -> It
         yield Finding(section="functional", what="report", result="failed", detail=str(error))
         return
     yield _same("functional", "image the report names", section.image_digest, report.image_digest or "none")
-    yield _same_inputs("functional", "inputs the report names", record.image.inputs, report.inputs)
-    recorded = f"{section.passed} passed, {section.failed} failed"
-    yield _same("functional", "checks in the report", recorded, f"{report.passed} passed, {report.failed} failed")
+    yield _same_values("functional", "inputs the report names", record.image.inputs, report.inputs)
+    counted = f"{section.passed} passed, {section.failed} failed"
+    yield _same("functional", "checks in the report", counted, f"{report.passed} passed, {report.failed} failed")
+    recorded, found = section.status == "passed", report.passed > 0 and report.failed == 0
+    words = {True: "passed", False: "not passed"}
+    yield _same("functional", "outcome of the report", words[recorded], words[found])
 
 
-def _same_inputs(section: str, what: str, wanted: Mapping[str, str], found: object) -> Finding:
-    """Equal hashes under equal names; the detail names each that is not."""
+def _same_values(section: str, what: str, wanted: Mapping[str, str], found: object) -> Finding:
+    """Equal values under equal names; the detail names each that is not."""
     if not isinstance(found, dict) or not found:
         return Finding(section=section, what=what, result="failed", detail="there are none")
     others = [

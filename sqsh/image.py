@@ -33,6 +33,8 @@ def find_image(
         image = registry_image(text, platform, note)
     elif place.is_dir():
         image = layout_image(text, place, tag, platform)
+    elif not place.is_file():
+        raise UsageError(f"{place} is no plain file", "an archive is read in several places: write it to a file first")
     else:
         image = archive_image(text, place, tag, platform, limits, note)
     if platform:

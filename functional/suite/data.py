@@ -41,19 +41,44 @@ def describe_data(
     Raises ConfigError naming a bad line or a prompt that fills the context, or when there are fewer questions than
     `num_prompts`, a step's.
     """
-    try:
-        record, questions = _read(name)
-        if tokenizer is not None:
-            record = replace(record, longest_prompt=longest_prompt(tokenizer, questions, max_model_len))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"data.dataset_name={name!r}: {' '.join(str(error).split())}") from error
-    if record.questions is not None and record.questions < num_prompts:
-        raise ConfigError(f"grpo.num_prompts_per_step={num_prompts}: {name} holds {record.questions} questions only")
+    record, questions = read_data(name)
+    if tokenizer is not None:
+        record = replace(record, longest_prompt=measure(name, questions, tokenizer, max_model_len))
+    check_count(record, num_prompts)
     return record
 
 
+def read_data(name: str) -> tuple[DataRecord, list[Question]]:
+    """What the data is, not measured, and the questions that prompts are drawn from (or examples of them).
+
+    Raises ConfigError naming a bad line.
+    """
+    try:
+        return _read(name)
+    except (OSError, ValueError) as error:
+        raise _bad_data(name, error) from error
+
+
+def measure(name: str, questions: list[Question], tokenizer: Tokenizer, max_model_len: int) -> int:
+    """Tokens of the longest prompt. Raises ConfigError naming one that fills the context."""
+    try:
+        return longest_prompt(tokenizer, questions, max_model_len)
+    except ValueError as error:
+        raise _bad_data(name, error) from error
+
+
+def check_count(record: DataRecord, num_prompts: int) -> None:
+    """Raises ConfigError when there are fewer questions than `num_prompts`, a step's."""
+    if record.questions is not None and record.questions < num_prompts:
+        held = f"{record.dataset_name} holds {record.questions} questions only"
+        raise ConfigError(f"grpo.num_prompts_per_step={num_prompts}: {held}")
+
+
+def _bad_data(name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"data.dataset_name={name!r}: {' '.join(str(error).split())}")
+
+
 def _read(name: str) -> tuple[DataRecord, list[Question]]:
-    """The data, and the questions that its prompts are drawn from (or examples of them)."""
     if name == "arithmetic":
         questions = arithmetic()
         lines = [json.dumps({"answer": q.answer, "prompt": q.prompt}, sort_keys=True) for q in questions]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.errors import ConfigError
+from functional.runtime.recipe.paths import is_folder
 from functional.suite.sums import check_sums
 from functional.suite.vocabulary import QWEN3_VOCAB, PlainTokenizer, load_tokenizer, wide_tokenizer
 
@@ -29,7 +30,7 @@ def find_model(name: str, run_dir: Path, say: Callable[[str], None]) -> Path:
         return ARITHMETIC_DIR
     if name == RANDOM:
         return _make_random(run_dir, say)
-    if Path(name).is_dir():
+    if is_folder(name):
         return Path(name).resolve()
     from huggingface_hub import snapshot_download
 
@@ -52,7 +53,7 @@ def find_tokenizer(name: str) -> Any | None:
         return PlainTokenizer(load_tokenizer(ARITHMETIC_DIR))
     if name == RANDOM:
         return PlainTokenizer(wide_tokenizer(QWEN3_VOCAB))
-    if not Path(name).is_dir():
+    if not is_folder(name):
         return _cached_tokenizer(name)
     try:
         return _auto_tokenizer(Path(name))

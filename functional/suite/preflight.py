@@ -1,17 +1,20 @@
-"""A recipe for a run: its keys, the runtime's rules, and what the suite wants of the data, all judged together."""
+"""A recipe for a run: keys, the runtime's rules, and what the suite wants of model and data, all judged together."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from functional.runtime.errors import ConfigError
-from functional.runtime.recipe.architectures import find_model_problem
+from functional.runtime.recipe.architectures import find_model_problem, longest_context
 from functional.runtime.recipe.load import load_recipe
-from functional.runtime.recipe.model import Recipe
+from functional.runtime.recipe.model import GenerationConfig, Recipe, UnreadKeyError
+from functional.runtime.recipe.options import VLLM_CFG
+from functional.runtime.recipe.paths import find_file_problem, is_folder
 from functional.runtime.recipe.rules import BUILTIN_DATA, RULES, Problem
-from functional.suite.data import DataRecord, measure_data
-from functional.suite.models import find_tokenizer
+from functional.suite.data import DataRecord, check_count, measure, read_data
+from functional.suite.models import ARITHMETIC, ARITHMETIC_DIR, find_tokenizer
 
 
 @dataclass(frozen=True)
@@ -24,47 +27,88 @@ class Prepared:
     data: DataRecord
 
 
+def prepare(path: Path, overrides: list[str]) -> Prepared:
+    """Load the recipe at `path` with dot-list `overrides`, its tokenizer and its data's record.
+
+    Raises ConfigError as `load_recipe` does; it names what is wrong with the model's tokenizer and with the data too.
+    """
+    rule = DataRule()
+    recipe = load_recipe(path, overrides, rules=(*RULES, _context, rule))
+    if rule.data is None:  # the file was there when the runtime's rule looked, and gone when ours did
+        raise ConfigError(f"data.dataset_name={recipe.data.dataset_name!r}: no such file")
+    return Prepared(recipe, rule.tokenizer, rule.data)
+
+
 class DataRule:
-    """The rule that the data must be readable and fit the model; it keeps what it has read of the last recipe."""
+    """The rule on tokenizer, data, their number and their length: each is judged as far as the keys for it can be read.
+
+    It keeps what it has read of the last recipe.
+    """
 
     def __init__(self) -> None:
         self.tokenizer: Any | None = None
         self.data: DataRecord | None = None
 
     def __call__(self, recipe: Recipe) -> Iterator[Problem]:
-        name, prompts = recipe.data.dataset_name, recipe.grpo.num_prompts_per_step
-        if name not in BUILTIN_DATA and not (name.endswith(".jsonl") and Path(name).is_file()):
+        with suppress(UnreadKeyError):
+            yield from self._tokenizer(recipe.policy.model_name)
+        name = recipe.data.dataset_name
+        if name not in BUILTIN_DATA and (not name.endswith(".jsonl") or find_file_problem(name)):
             return  # a rule of the runtime says so
-        model = recipe.policy.model_name
+        try:
+            self.data, questions = read_data(name)
+        except ConfigError as error:
+            yield _problem("data.dataset_name", name, error)
+            return
+        with suppress(UnreadKeyError):
+            yield from _count(self.data, recipe.grpo.num_prompts_per_step)
+        if self.tokenizer is not None:
+            context = recipe.policy.generation.vllm_cfg.max_model_len
+            try:
+                self.data = replace(self.data, longest_prompt=measure(name, questions, self.tokenizer, context))
+            except ConfigError as error:
+                yield _problem("data.dataset_name", name, error)
+
+    def _tokenizer(self, model: str) -> Iterator[Problem]:
         try:
             self.tokenizer = find_tokenizer(model)
-        except ConfigError as error:  # the data can be read all the same, without measuring its prompts
-            self.tokenizer = None
-            is_refused = Path(model).is_dir() and find_model_problem(Path(model) / "config.json") is not None
-            if not is_refused:  # else a rule of the runtime has said why
-                yield _as_problem(str(error), {"policy.model_name": model})
-        try:
-            self.data = measure_data(recipe, self.tokenizer)
         except ConfigError as error:
-            values = {"data.dataset_name": name, "grpo.num_prompts_per_step": prompts}
-            yield _as_problem(str(error), values | {"policy.model_name": model})
+            self.tokenizer = None
+            if not _is_refused(model):  # else a rule of the runtime has said why
+                yield _problem("policy.model_name", model, error)
 
 
-def prepare(path: Path, overrides: list[str]) -> Prepared:
-    """Load the recipe at `path` with dot-list `overrides`, its tokenizer and its data's record.
-
-    Raises ConfigError as `load_recipe` does; it names what is wrong with the data too.
-    """
-    rule = DataRule()
-    recipe = load_recipe(path, overrides, rules=(*RULES, rule))
-    if rule.data is None:  # the file was there when the runtime's rule looked, and gone when ours did
-        raise ConfigError(f"data.dataset_name={recipe.data.dataset_name!r}: no such file")
-    return Prepared(recipe, rule.tokenizer, rule.data)
+def _count(record: DataRecord, prompts: int) -> Iterator[Problem]:
+    try:
+        check_count(record, prompts)
+    except ConfigError as error:
+        yield _problem("grpo.num_prompts_per_step", prompts, error)
 
 
-def _as_problem(error: str, values: dict[str, Any]) -> Problem:
-    """An error that begins with `KEY=VALUE: `, the key one of `values`; any other is of the model's files."""
-    for key, value in values.items():
-        if error.startswith(f"{key}={value!r}: "):
-            return Problem(key, value, error.removeprefix(f"{key}={value!r}: "))
-    return Problem("policy.model_name", values["policy.model_name"], error)
+def _context(recipe: Recipe) -> Iterator[Problem]:
+    """vLLM refuses a longer context than the model's, but only once a worker starts."""
+    name, generation = recipe.policy.model_name, recipe.policy.generation
+    folder = ARITHMETIC_DIR if name == ARITHMETIC else Path(name)
+    wanted = generation.vllm_cfg.max_model_len
+    if not is_folder(str(folder)) or _is_refused(str(folder)):
+        return
+    longest = longest_context(folder / "config.json")
+    if longest is not None and wanted > longest and not _is_stretched(generation):
+        message = f"the model takes {longest} positions (max_position_embeddings): set no more"
+        yield Problem(f"{VLLM_CFG}.max_model_len", wanted, message)
+
+
+def _is_stretched(generation: GenerationConfig) -> bool:
+    """Whether the recipe has the engine take more positions, or alters the model's configuration."""
+    if "hf_overrides" in generation.vllm_kwargs.entries():
+        return True
+    return generation.vllm_cfg.env_vars.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip() == "1"
+
+
+def _is_refused(model: str) -> bool:
+    """Whether a rule of the runtime refuses the model's folder already."""
+    return is_folder(model) and find_model_problem(Path(model) / "config.json") is not None
+
+
+def _problem(key: str, value: Any, error: ConfigError) -> Problem:
+    return Problem(key, value, str(error).removeprefix(f"{key}={value!r}: "))

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from functional.runtime.recipe.paths import find_file_problem
+
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that tasks use."""
@@ -188,12 +190,11 @@ def make_task(name: str, tokenizer: Any, num_prompts: int, seed: int) -> Task:
         return ArithmeticTask(tokenizer, num_prompts, seed)
     if name == "token_set":
         return TokenSetTask(tokenizer, num_prompts, seed)
-    path = Path(name)
-    if path.suffix != ".jsonl":
+    if not name.endswith(".jsonl"):
         raise ValueError(f"unknown task {name!r}: want arithmetic, token_set or the path of a .jsonl file")
-    if not path.is_file():
-        raise ValueError(f"no such data file: {path}")
-    return QuestionTask(tokenizer, read_questions(path), num_prompts, seed)
+    if problem := find_file_problem(name):
+        raise ValueError(f"{name}: {problem}")
+    return QuestionTask(tokenizer, read_questions(Path(name)), num_prompts, seed)
 
 
 def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -56,9 +56,13 @@ class Kit:
         digest = write_layout(folder / "oci", layers, config, docker=True)
         record = f"""
 from pathlib import Path
+from kit.oci import image_size, layout_image, read_manifest
 from kit.record import ImageSection, start_record
-image = ImageSection(name={name!r}, profile="cpu", digest={digest!r}, media_type="m", size=1, layers=[], key="0" * 64,
-                     inputs={dict(inputs or {})!r}, source_date_epoch=0)
+layout = Path({str(folder / "oci")!r})
+there, manifest = layout_image(layout), read_manifest(layout, {digest!r})
+image = ImageSection(name={name!r}, profile="cpu", digest={digest!r}, media_type=there.media_type,
+                     size=image_size(there, manifest), layers=[layer.digest for layer in manifest.layers],
+                     key="0" * 64, inputs={dict(inputs or {})!r}, source_date_epoch=0)
 start_record(Path({str(folder / "record.json")!r}), image)
 """
         subprocess.run([sys.executable, "-c", record], cwd=self.root, check=True)

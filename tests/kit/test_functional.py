@@ -26,6 +26,10 @@ JUNIT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"/>\
 </testsuite></testsuites>"""
 CHECKS = '[{"name": "a", "passed": true}, {"name": "b", "passed": true}, {"name": "c", "passed": false}]'
 HEAD = '"schema_version": 1, "status": "failed", "error": "ended early"'
+PASSING_JUNIT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"/>\
+<testcase name="e"><skipped/></testcase></testsuite></testsuites>"""
+PASSING_CHECKS = '[{"name": "a", "passed": true}, {"name": "b", "passed": true}]'
+PASSING_HEAD = '"schema_version": 1, "status": "passed", "error": null'
 INPUTS = {"trainer-cpu": "1" * 64, "functional": "2" * 64}
 # Takes the place of uv: writes what the suite writes, and ends as the recipe's name says.
 STAND_IN = f"""#!/bin/sh
@@ -39,8 +43,14 @@ case "$RECIPE" in
   echo started
   while :; do sleep 0.05; done ;;
 esac
-echo '{JUNIT}' > "$FUNCTIONAL_OUT/junit.xml"
-echo '{{{HEAD}, "checks": {CHECKS}, "release": {{' > "$FUNCTIONAL_OUT/report.json"
+case "$RECIPE" in
+*failing*)
+  echo '{JUNIT}' > "$FUNCTIONAL_OUT/junit.xml"
+  echo '{{{HEAD}, "checks": {CHECKS}, "release": {{' > "$FUNCTIONAL_OUT/report.json" ;;
+*)
+  echo '{PASSING_JUNIT}' > "$FUNCTIONAL_OUT/junit.xml"
+  echo '{{{PASSING_HEAD}, "checks": {PASSING_CHECKS}, "release": {{' > "$FUNCTIONAL_OUT/report.json" ;;
+esac
 echo '"image": '"$(cat /opt/release/image.json)"',' >> "$FUNCTIONAL_OUT/report.json"
 echo '"build": '"$(cat /opt/release/build.json)" >> "$FUNCTIONAL_OUT/report.json"
 echo '}}}}' >> "$FUNCTIONAL_OUT/report.json"
@@ -82,7 +92,7 @@ class TestFunctional:
         assert (made / "functional/logs/net").read_text() == "lo\n"
         section = functional(made)
         assert section is not None
-        assert [section[key] for key in ("status", "passed", "failed", "skipped")] == ["passed", 2, 2, 1]
+        assert [section[key] for key in ("status", "passed", "failed", "skipped")] == ["passed", 2, 0, 1]
         assert section["image_digest"] == json.loads((made / "oci/index.json").read_text())["manifests"][0]["digest"]
         assert kit("verify", "tiny").returncode == 0
 
@@ -91,7 +101,8 @@ class TestFunctional:
         assert kit("functional", "--engine", "own", "failing").returncode == 1
         section = functional(made)
         assert section is not None
-        assert section["status"] == "failed"
+        assert [section[key] for key in ("status", "passed", "failed", "skipped")] == ["failed", 2, 2, 1]
+        assert kit("verify", "tiny").returncode == 0
         assert "recipe=failing" in (made / "functional/words").read_text()
 
     def test_without_a_report_the_earlier_one_stays(self, kit: Kit, made: Path) -> None:
@@ -198,6 +209,11 @@ class TestVerify:
         text = (made / "record.json").read_text()
         changes: list[tuple[str, dict[str, object], str]] = [
             ("image", {"inputs": {**INPUTS, "functional": "3" * 64}}, "inputs in the image's /opt/release/build.json"),
+            ("image", {"size": 3}, "what the manifest says"),
+            ("image", {"media_type": "text/plain"}, "what the manifest says"),
+            ("image", {"layers": []}, "what the manifest says"),
+            ("sqsh", {"size": 3}, "bytes of the file"),
+            ("functional", {"status": "failed"}, "outcome of the report"),
             ("functional", {"passed": 3}, "checks in the report"),
             ("functional", {"failed": 1}, "checks in the report"),
             ("functional", {"image_digest": f"sha256:{'1' * 64}"}, "image it proved"),

@@ -26,6 +26,27 @@ pytestmark = [
 ]
 
 
+# The first process of a container, but for its root, with a command that has ended before anybody looks.
+ENDED_ALREADY = """
+import json, os, subprocess, sys, tempfile
+from kit import container_init
+
+class Ended(subprocess.Popen):
+    def __init__(self, *words, **options):
+        super().__init__(*words, **options)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+subprocess.Popen = Ended
+container_init.enter_root = lambda spec: None
+spec, report, pipe = tempfile.TemporaryFile(), tempfile.TemporaryFile(), os.pipe()
+wanted = {"command": ["sh", "-c", "exit 7"], "env": {}, "host_network": True, "interactive": False}
+spec.write(json.dumps(wanted).encode())
+spec.flush()
+sys.argv[1:] = [str(handle) for handle in (spec.fileno(), pipe[0], report.fileno())]
+container_init.main()
+"""
+
+
 def shell(kit: Kit, squashfs: Path, script: str, *options: str | Path) -> subprocess.CompletedProcess[str]:
     return kit("run", "--engine", "own", "--sqsh", squashfs, *options, "--", "sh", "-c", script)
 
@@ -34,6 +55,11 @@ def shown(kit: Kit, squashfs: Path, script: str, *options: str | Path) -> str:
     finished = shell(kit, squashfs, script, *options)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
+
+
+def test_the_status_of_a_command_that_ends_at_once_is_not_lost(kit: Kit) -> None:
+    finished = subprocess.run([sys.executable, "-c", ENDED_ALREADY], cwd=kit.root, capture_output=True, text=True)
+    assert (finished.returncode, finished.stderr) == (7, "")
 
 
 class TestInside:
@@ -236,6 +262,12 @@ class TestRefusals:
         finished = kit("run", "--sqsh", tmp_path / "x", "--", "true")
         assert finished.returncode == 2
         assert "is no squashfs" in finished.stderr
+
+    def test_a_pipe_is_refused_and_not_waited_for(self, kit: Kit, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        finished = kit("run", "--sqsh", tmp_path / "pipe", "--", "true")
+        assert (finished.returncode, finished.stderr.count("\n")) == (2, 1)
+        assert "pipe is no file" in finished.stderr
 
     def test_broken_squashfs(self, kit: Kit, tiny: Path, tmp_path: Path) -> None:
         (tmp_path / "cut.sqsh").write_bytes(tiny.read_bytes()[:50_000])

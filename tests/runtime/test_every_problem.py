@@ -150,6 +150,71 @@ def test_any_key_at_fault_leaves_the_others_judged(load, override):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("loss_fn.truncated_importance_sampling_ratio=0", "loss_fn.truncated_importance_sampling_type=icepop"),
+        ("G.vllm_cfg=7", "G.vllm_kwargs.dtype=half"),
+        ("G.vllm_kwargs=7", "G.vllm_cfg.is_mx=true"),
+        ("G.vllm_kwargs=7", "G.dynamo_cfg.worker_args.extra_cli_args=[--no-such]"),
+        ("G.dynamo_cfg.worker_args.enable_structural_tag=7", "G.dynamo_cfg.worker_args.extra_cli_args=[--seed=3]"),
+        ("cluster=[]", "grpo=[]", "policy.generation.vllm_cfg=[1]", "loss_fn=[]"),
+        ("policy=7", "grpo=null"),
+        ("policy.optimizer=sgd", "grpo.seed=x"),
+        ("policy.optimizer=${nothing}", "grpo.seed=x"),
+        ("policy.model_name=???", "cluster=???", "G.vllm_kwargs.max_num_batched_tokens=???", "G.stop_strings=???"),
+    ],
+)
+def test_each_key_at_fault_is_named_once_and_none_hides_another(load, overrides):
+    with pytest.raises(RecipeError) as caught:
+        load(*overrides)
+    named = sorted(problem.key for problem in caught.value.problems)
+    assert named == sorted(full(override.partition("=")[0]) for override in overrides)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "G.temperature",
+        "G.max_new_tokens",
+        "G.vllm_cfg.tensor_parallel_size",
+        "G.vllm_cfg.vllm_metrics_logger_interval",
+        "G.vllm_kwargs.block_size",
+        "grpo.seed",
+        "policy.micro_batch_size",
+        "policy.optimizer.lr",
+    ],
+)
+@pytest.mark.parametrize("truth", ["true", "false"])
+def test_a_truth_is_no_number(load, key, truth):
+    with pytest.raises(RecipeError) as caught:
+        load(f"{key}={truth}")
+    assert [problem.key for problem in caught.value.problems] == [full(key)]
+
+
+@pytest.mark.parametrize(
+    "defaults", ["5", "true", "[5]", "[null]", "{a: b}", "[{a: b}]", "''", "${nothing}", "['${nothing}']"]
+)
+def test_parents_that_are_no_names_are_one_line(recipe_path, defaults):
+    recipe_path.write_text(f"defaults: {defaults}\n{recipe_path.read_text()}")
+    with pytest.raises(ConfigError, match="defaults") as caught:
+        load_recipe(recipe_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_parents_are_merged_key_by_key_and_lists_replaced(tmp_path, recipe_path):
+    (tmp_path / "one.yaml").write_text(f"defaults: {recipe_path.name}\ngrpo: {{seed: 1, max_num_steps: 7}}\n")
+    (tmp_path / "two.yaml").write_text("grpo: {seed: 2}\npolicy: {generation: {stop_token_ids: [1, 2]}}\n")
+    (tmp_path / "own.yaml").write_text(
+        "defaults: [one.yaml, two.yaml]\npolicy: {generation: {stop_token_ids: [3], max_new_tokens: '${grpo.seed}'}}\n"
+    )
+    recipe = load_recipe(tmp_path / "own.yaml", ["grpo.seed=5"])
+    assert (recipe.grpo.seed, recipe.grpo.max_num_steps) == (5, 7)
+    assert recipe.policy.generation.stop_token_ids == [3]
+    assert recipe.policy.generation.max_new_tokens == 5
+    assert recipe.policy.generation.vllm_cfg.max_model_len == 128
+
+
 def test_reading_a_faulty_recipe_leaves_no_trace_in_the_next(load):
     with pytest.raises(RecipeError):
         load("G.vllm_cfg.max_model_len=many", "G.dynamo_cfg.worker_args=7", "loss_fn=none", "cluster.device=tpu")
@@ -182,6 +247,10 @@ def test_whatever_stands_in_a_recipe_is_taken_or_refused_in_one_line(tmp_path, l
             section[key] = dice.choice(JUNK)
         path.write_text(OmegaConf.to_yaml(OmegaConf.create(recipe)))
         assert "\n" not in refusal(path)
+
+
+def full(key):
+    return key.replace("G.", "policy.generation.", 1) if key.startswith("G.") else key
 
 
 def refusal(path):

@@ -1,5 +1,8 @@
 """Recipes that break a rule, each with the key path its error names and a part of what it says."""
 
+import json
+import os
+
 import pytest
 
 from functional.runtime.errors import ConfigError
@@ -65,6 +68,8 @@ REFUSED = [
     ("G.temperature=2.01", "G.temperature", "from 0.01 to 2"),
     ("G.temperature=.nan", "G.temperature", "from 0.01 to 2"),
     ("G.temperature=null", "G.temperature", "from 0.01 to 2"),
+    ("G.stop_token_ids=[true]", "G.stop_token_ids.0", "valid integer"),
+    ("G.stop_token_ids=[4294967296]", "G.stop_token_ids.0", "less than"),
     ("G.stop_token_ids=[2,-1]", "G.stop_token_ids.1", "greater than or equal to 0"),
     ("G.min_p=0.1", "G.min_p", "own distribution"),
     ("G.repetition_penalty=1.05", "G.repetition_penalty", "own distribution"),
@@ -129,6 +134,8 @@ REFUSED = [
         "metrics_interval_s=5 says otherwise",
     ),
     ("G.vllm_cfg.vllm_metrics_logger_interval=0", "G.vllm_cfg.vllm_metrics_logger_interval", "greater than 0"),
+    ("G.vllm_kwargs.vllm_metrics_logger_interval=3", "G.vllm_kwargs.vllm_metrics_logger_interval", "moved"),
+    ("G.vllm_kwargs.enable_vllm_metrics_logger=false", "G.vllm_kwargs.enable_vllm_metrics_logger", "moved"),
     ("G.vllm_cfg.enable_vllm_metrics_logger=sometimes", "G.vllm_cfg.enable_vllm_metrics_logger", "boolean"),
     # models
     ("policy.model_name=/nowhere", "policy.model_name", "no such folder"),
@@ -359,6 +366,9 @@ def test_normalising_what_has_no_deviation_is_warned_of(load):
         ("not json", "cannot be read"),
         (None, "holds no config.json"),
         ('{"architectures": ["Qwen3ForCausalLM"], "quantization_config": {"bits": 4}}', "quantized"),
+        ('{"architectures": ["Qwen3ForCausalLM"], "compression_config": {"bits": 4}}', "quantized"),
+        ('{"architectures": [["Qwen3ForCausalLM"]]}', "no proof of weights"),
+        ("[" * 100_000, "cannot be read"),
     ],
 )
 def test_models_that_have_no_proof(load, tmp_path, config, message):
@@ -372,6 +382,53 @@ def test_models_that_have_no_proof(load, tmp_path, config, message):
     with pytest.raises(RecipeError, match=message) as caught:
         load(f"policy.model_name={folder}")
     assert [problem.key for problem in caught.value.problems] == ["policy.model_name"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("generation_config.json", '{"eos_token_id": [2, 0], "top_p": 0.8, "max_new_tokens": 1}', None),
+        ("generation_config.json", "{", "its generation_config.json cannot be read"),
+        ("generation_config.json", "[2]", "no JSON object"),
+        ("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}', "quantized"),
+    ],
+)
+def test_what_stands_beside_a_model_s_configuration(load, tmp_path, name, content, message):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    (tmp_path / name).write_text(content)
+    if message is None:
+        load(f"policy.model_name={tmp_path}")
+        return
+    with pytest.raises(RecipeError, match=message) as caught:
+        load(f"policy.model_name={tmp_path}")
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "nul\0inside", "~no-such-user/a", "../" * 2000 + "a"])
+@pytest.mark.parametrize("key", ["policy.model_name", "data.dataset_name", f"{W}.custom_jinja_template"])
+def test_no_path_is_too_odd_to_be_refused_in_one_line(recipe_path, tmp_path, key, name):
+    from functional.suite.preflight import prepare
+
+    parts = key.replace("G.", "policy.generation.", 1).split(".") if key.startswith("G.") else key.split(".")
+    value = f"/{name}" if parts[-1] == "model_name" else f"{name}.jsonl"
+    odd = {"defaults": recipe_path.name} | nested(parts, value)
+    (tmp_path / "odd.yaml").write_text(json.dumps(odd))
+    with pytest.raises(RecipeError, match="no such f") as caught:
+        prepare(tmp_path / "odd.yaml", [])
+    assert [problem.key for problem in caught.value.problems] == [".".join(parts)]
+
+
+def nested(parts, value):
+    return {parts[0]: nested(parts[1:], value) if parts[1:] else value}
+
+
+def test_what_is_there_but_no_file_is_said_as_such(load, tmp_path):
+    folder, pipe = tmp_path / "folder.jsonl", tmp_path / "pipe.jsonl"
+    folder.mkdir()
+    os.mkfifo(pipe)
+    for path, message in ((folder, "is a folder"), (pipe, "is no plain file")):
+        with pytest.raises(RecipeError, match=message):
+            load(f"data.dataset_name={path}")
 
 
 def test_data_of_a_file(load, tmp_path):

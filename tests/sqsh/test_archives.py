@@ -163,6 +163,12 @@ def test_an_archive_that_is_compressed_as_a_whole(tmp_path: Path, how: str, kind
         find_image(str(tmp_path / "whole"))
 
 
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe is no plain file"):
+        find_image(str(tmp_path / "pipe"))
+
+
 def test_no_room_for_what_an_archive_unpacks_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tmp_path / "whole"
     whole.write_bytes(gzip.compress(bytes(10 << 20)))

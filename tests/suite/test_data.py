@@ -1,6 +1,7 @@
 """Data that a run could not use is refused by `functional config` and `functional run` alike, before anything."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -8,12 +9,15 @@ from dataclasses import asdict
 import pytest
 
 from functional.runtime.errors import ConfigError
+from functional.runtime.recipe.load import RecipeError
 from functional.suite import preflight
 from functional.suite.data import describe_data
 from functional.suite.models import ARITHMETIC_DIR, RANDOM, find_tokenizer
 from functional.suite.preflight import prepare
 from functional.suite.show_config import describe
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 32
 TOKENIZER = find_tokenizer("builtin:arithmetic")
 
 
@@ -51,6 +55,64 @@ def test_one_token_less_fits_whatever_max_new_tokens_says(recipe_path, data):
     done = functional("config", recipe_path, *words, context, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["data"]["longest_prompt"] == 127
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (("grpo.num_prompts_per_step=9",), ("holds 8 questions only", "128 tokens")),
+        (("grpo.num_prompts_per_step=x",), ("valid integer", "128 tokens")),
+        (
+            ("policy.generation.vllm_cfg.max_model_len=x", "grpo.num_prompts_per_step=9"),
+            ("valid integer", "8 questions"),
+        ),
+        (("policy.model_name=/nowhere", "grpo.num_prompts_per_step=9"), ("no such folder", "8 questions")),
+        (("policy.model_name=[a]", "grpo.num_prompts_per_step=9"), ("valid string", "8 questions")),
+    ],
+)
+def test_what_is_wrong_with_other_keys_does_not_hide_the_data_s_own(recipe_path, data, overrides, messages):
+    with pytest.raises(RecipeError) as caught:
+        prepare(recipe_path, [f"data.dataset_name={data}", *overrides])
+    assert len(caught.value.problems) == len(messages)
+    assert all(message in str(caught.value) for message in messages)
+
+
+def test_a_folder_that_is_no_model_is_said_once(recipe_path, tmp_path, data):
+    data.write_text("no JSON")
+    with pytest.raises(RecipeError) as caught:
+        prepare(recipe_path, [f"data.dataset_name={data}", f"policy.model_name={tmp_path}"])
+    assert [problem.key for problem in caught.value.problems] == ["policy.model_name", "data.dataset_name"]
+
+
+@pytest.mark.parametrize(
+    ("rope", "overrides", "is_refused"),
+    [
+        ({"rope_type": "default"}, (), True),
+        (LLAMA3, (), True),
+        (None, (), True),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, (), False),
+        (None, ("policy.generation.vllm_cfg.max_model_len=64",), False),
+        (None, ("policy.generation.vllm_cfg.env_vars.VLLM_ALLOW_LONG_MAX_MODEL_LEN=1",), False),
+    ],
+)
+def test_a_context_longer_than_the_model_s_is_refused_before_a_run(recipe_path, tmp_path, rope, overrides, is_refused):
+    model = tmp_path / "model"
+    shutil.copytree(ARITHMETIC_DIR, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64, "rope_parameters": rope}))
+    words = [f"policy.model_name={model}", *overrides]
+    if not is_refused:
+        prepare(recipe_path, words)
+        return
+    with pytest.raises(RecipeError, match="max_model_len=128: the model takes 64 positions") as caught:
+        prepare(recipe_path, words)
+    assert len(caught.value.problems) == 1
+
+
+def test_the_built_in_model_s_context_is_known(recipe_path):
+    with pytest.raises(RecipeError, match="the model takes 4096 positions"):
+        prepare(recipe_path, ["policy.generation.vllm_cfg.max_model_len=4097"])
+    prepare(recipe_path, ["policy.generation.vllm_cfg.max_model_len=4096"])
 
 
 def test_json_of_a_refused_prompt(recipe_path, data):

@@ -158,7 +158,7 @@ def test_a_prompt_without_tokens_is_named():
 def test_unknown_tasks_and_sizes_are_refused(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="unknown task 'chess'"):
         make_task("chess", tokenizer, 1, seed=0)
-    with pytest.raises(ValueError, match="no such data file"):
+    with pytest.raises(ValueError, match="no such file"):
         make_task(str(tmp_path / "none.jsonl"), tokenizer, 1, seed=0)
     with pytest.raises(ValueError, match="1 to 155"):
         make_task("arithmetic", tokenizer, 156, seed=0)

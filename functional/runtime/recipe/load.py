@@ -34,6 +34,10 @@ HINTS = {f"policy.generation.{key}": hint for key, hint in GENERATION_HINTS.item
 """Said instead of pydantic's words, by key path."""
 
 
+MISSING = "???"
+"""OmegaConf's mark for a value that must still be given."""
+
+
 class RecipeError(ConfigError):
     """A recipe breaks rules; `problems` has them all."""
 
@@ -49,10 +53,10 @@ def load_recipe(path: Path, overrides: list[str] | None = None, rules: Sequence[
     when keys are the cause.
     """
     merged = _read_with_parents(path, ())
+    for override in overrides or ():
+        merged = _merge(merged, _read_override(override))
     try:
-        for override in overrides or ():
-            merged = _merge(f"override {override.partition('=')[0]}", merged, _read_override(override))
-        plain, unresolved = _resolve(merged)
+        plain, unresolved = _resolve(OmegaConf.create(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     recipe, problems = _read(plain, unresolved)
@@ -67,23 +71,32 @@ def _read_override(override: str) -> Any:
     if not equals:
         raise ConfigError(f"override {override!r}: expected key=value, for example grpo.max_num_steps=3")
     try:
-        return OmegaConf.from_dotlist([override])
+        return OmegaConf.to_container(OmegaConf.from_dotlist([override]), resolve=False)
     except Exception as error:  # the value stays out of the message: it may be a secret
         raise ConfigError(f"override {key}=…: its value is no YAML: {_one_line(error)}") from error
 
 
 def _resolve(merged: Any) -> tuple[dict[str, Any], list[Problem]]:
-    """The recipe as plain data, and the keys whose `${…}` leads nowhere; these are null in it."""
+    """The recipe as plain data, and the keys whose `${…}` leads nowhere (null in it) or whose value is still `???`."""
     unresolved: list[Problem] = []
     while True:
         try:
-            return OmegaConf.to_container(merged, resolve=True), unresolved
+            plain = OmegaConf.to_container(merged, resolve=True)
+            return plain, unresolved + list(_missing(plain))
         except InterpolationResolutionError as error:
             key = error.full_key
             if not key or key in [problem.key for problem in unresolved]:
                 raise
             unresolved.append(Problem(key, None, _one_line(error).split(" full_key:")[0], has_value=False))
             OmegaConf.update(merged, key, None)
+
+
+def _missing(section: dict[Any, Any] | list[Any], where: str = "") -> Iterator[Problem]:
+    for key, value in section.items() if isinstance(section, dict) else enumerate(section):
+        if value == MISSING:
+            yield Problem(f"{where}{key}", None, "has no value: ??? stands for one to be given", has_value=False)
+        elif isinstance(value, dict | list):
+            yield from _missing(value, f"{where}{key}.")
 
 
 def _read(plain: dict[str, Any], unresolved: list[Problem]) -> tuple[Recipe, list[Problem]]:
@@ -105,8 +118,10 @@ def _read(plain: dict[str, Any], unresolved: list[Problem]) -> tuple[Recipe, lis
             recipe = Recipe.model_validate(rest)
         except ValidationError as error:
             for detail in error.errors():
-                problems.setdefault(detail["loc"], _problem(detail))
-                if key := _leave_out(rest, detail["loc"]):
+                where = detail["loc"]
+                if not any(where[:depth] in problems for depth in range(1, len(where))):  # a stand-in lacks its keys
+                    problems.setdefault(where, _problem(detail))
+                if key := _leave_out(rest, where):
                     unread.add(key)
         else:
             break
@@ -191,25 +206,38 @@ def _read_with_parents(path: Path, seen: tuple[Path, ...]) -> Any:
     if resolved in seen:
         raise ConfigError(f"{path}: `defaults` leads back to itself")
     try:
-        own = OmegaConf.load(path)
+        loaded = OmegaConf.load(path)
+        own = OmegaConf.to_container(loaded, resolve=False)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such recipe (the image's are in /opt/functional/recipes)") from error
     except Exception as error:
         raise ConfigError(f"{path}: not a YAML recipe: {_one_line(error)}") from error
-    if not OmegaConf.is_dict(own):
-        raise ConfigError(f"{path}: a recipe is a mapping of sections, found {type(OmegaConf.to_object(own)).__name__}")
-    parents = own.pop("defaults", None)
-    if parents is None:
-        return own
-    names = [parents] if isinstance(parents, str) else list(parents)
-    return _merge(str(path), *[_read_with_parents(path.parent / name, (*seen, resolved)) for name in names], own)
+    if not isinstance(own, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of sections, found {type(own).__name__}")
+    merged: dict[Any, Any] = {}
+    for name in _parents(path, loaded):
+        merged = _merge(merged, _read_with_parents(path.parent / name, (*seen, resolved)))
+    own.pop("defaults", None)
+    return _merge(merged, own)
 
 
-def _merge(source: str, *parts: Any) -> Any:
+def _parents(path: Path, loaded: Any) -> list[str]:
     try:
-        return OmegaConf.merge(*parts)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{source}: a list cannot replace a section, nor a section a list") from error
+        given = loaded.get("defaults")
+        given = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: defaults: {_one_line(error)}") from error
+    names = [] if given is None else given if isinstance(given, list) else [given]
+    if not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"{path}: defaults={given!r}: expected the name of a parent recipe, or a list of names")
+    return names
+
+
+def _merge(earlier: Any, later: Any) -> Any:
+    """Sections key by key; anything else `later` replaces, whatever it was, and what it may be is judged afterwards."""
+    if not (isinstance(earlier, dict) and isinstance(later, dict)):
+        return later
+    return earlier | {key: _merge(earlier[key], value) if key in earlier else value for key, value in later.items()}
 
 
 def _one_line(error: Exception) -> str:

@@ -4,9 +4,10 @@ What keys may hold together is in `rules`; how a file becomes a recipe is in `lo
 """
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from functional.engine.transports import TRANSPORTS, Transport
 from functional.runtime.recipe.options import Option, classify
@@ -23,6 +24,15 @@ class Section(BaseModel):
     """Unknown keys are errors, so that a misspelt option never passes unseen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_is_a_truth(cls, value: Any, info: ValidationInfo) -> Any:
+        """`true` is no 1, which it would pass for."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and not {int, float}.isdisjoint((annotation, *get_args(annotation))):
+            raise PydanticCustomError("number", "expected a number")
+        return value
 
     if not TYPE_CHECKING:  # to mypy every attribute would be there
 
@@ -131,7 +141,7 @@ class GenerationConfig(OpenSection):
     temperature: float = Field(1.0, ge=0.01, le=2)
     top_p: float = Field(1.0, ge=1, le=1)
     top_k: None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    stop_token_ids: list[Annotated[int, Field(strict=True, ge=0, lt=2**32)]] | None = None
     stop_strings: list[str] | None = None
     dynamo_cfg: DynamoConfig = DynamoConfig()
     vllm_cfg: VllmConfig = VllmConfig()
@@ -272,14 +282,16 @@ class Recipe(Section):
     def options(self) -> tuple[Option, ...]:
         """What becomes of each key of `vllm_cfg` and `vllm_kwargs`, defaults included.
 
-        Where `cluster.device` is at fault, every option counts, as on cuda. Raises UnreadKeyError where a section is.
+        Where `cluster.device` is at fault, every option counts, as on cuda; a section at fault has none. Raises
+        UnreadKeyError where `policy.generation` is.
         """
-        cfg, kwargs = self.policy.generation.vllm_cfg, self.policy.generation.vllm_kwargs
+        generation = self.policy.generation
         try:
             device: str = self.cluster.device
         except UnreadKeyError:
             device = "cuda"
-        return classify(cfg.entries(), kwargs.entries(), type(cfg).model_fields, device)
+        cfg, kwargs = (_entries(generation, name) for name in ("vllm_cfg", "vllm_kwargs"))
+        return classify(cfg, kwargs, VllmConfig.model_fields, device)
 
     def shown(self) -> dict[str, Any]:
         """The recipe as plain data for printing and storing: secrets replaced."""
@@ -288,3 +300,11 @@ class Recipe(Section):
     def scrub(self, text: str) -> str:
         """`text` without this recipe's secrets."""
         return scrub(text, self.model_dump(mode="json"))
+
+
+def _entries(generation: GenerationConfig, section: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = getattr(generation, section).entries()
+    except UnreadKeyError:
+        return {}
+    return found

@@ -143,6 +143,8 @@ KWARGS: dict[str, Rule] = (
         "expert_parallel_size": moved(f"{VLLM_CFG}.expert_parallel_size"),
         "enable_expert_parallel": moved(f"{VLLM_CFG}.expert_parallel_size"),
         "env_vars": moved(f"{VLLM_CFG}.env_vars"),
+        "enable_vllm_metrics_logger": moved(f"{VLLM_CFG}.enable_vllm_metrics_logger"),
+        "vllm_metrics_logger_interval": moved(f"{VLLM_CFG}.vllm_metrics_logger_interval"),
         "config": unsupported("flags in a file would escape these rules", refuse=True),
         "hf_token": moved(f"{VLLM_CFG}.env_vars.HF_TOKEN: a command line is no place for a secret"),
         "chat_template": moved(f"{WORKER_ARGS}.custom_jinja_template"),

@@ -26,6 +26,7 @@ from functional.runtime.recipe.options import (
     nearest_key,
     refusal_of_extra,
 )
+from functional.runtime.recipe.paths import find_file_problem, is_folder
 from functional.runtime.recipe.redact import redacted
 
 RESOURCES = f"{GENERATION}.colocated.resources"
@@ -35,6 +36,8 @@ MAX_STOP_STRINGS = 32
 """The limit of Dynamo's API for one request."""
 MAX_SENT_STOPS = 4
 """What Dynamo 1.3.0.post1 takes in fact: behind its API's check, more stop strings or stop token IDs are a 500."""
+TRUNCATION = "loss_fn.truncated_importance_sampling"
+UNCORRECTED = "has no effect: set loss_fn.use_importance_sampling_correction to true, or this to null"
 BUILTIN_DATA = ("arithmetic", "token_set")
 OTHER_ENGINES = ("sglang_cfg", "trtllm_cfg", "mcore_generation_config", "megatron_cfg", "hf_cfg")
 QUANTIZATION = ("quant_cfg", "quantization", "real_quant", "real_quant_ignore", "fp8_cfg")
@@ -159,7 +162,7 @@ def _model(recipe: Recipe) -> Iterator[Problem]:
     """What a model's own configuration rules out; a hub's model that is not here yet is judged once it is."""
     name = recipe.policy.model_name
     problem = None
-    if Path(name).is_dir():
+    if is_folder(name):
         problem = find_model_problem(Path(name) / "config.json")
     elif name.startswith(("/", "./", "../")):
         problem = "no such folder"
@@ -306,8 +309,13 @@ def _endpoint_types(recipe: Recipe) -> Iterator[Problem]:
 
 def _template(recipe: Recipe) -> Iterator[Problem]:
     template = recipe.policy.generation.dynamo_cfg.worker_args.custom_jinja_template
-    if template is not None and not Path(template).expanduser().is_file():
-        yield Problem(f"{WORKER_ARGS}.custom_jinja_template", template, "no such file")
+    if template is None:
+        return
+    path = template
+    with suppress(RuntimeError):  # the home of a user that is not there
+        path = str(Path(template).expanduser())
+    if problem := find_file_problem(path):
+        yield Problem(f"{WORKER_ARGS}.custom_jinja_template", template, problem)
 
 
 def _worker_words(recipe: Recipe) -> Iterator[Problem]:
@@ -341,28 +349,28 @@ def _data(recipe: Recipe) -> Iterator[Problem]:
     if not name.endswith(".jsonl"):
         message = f"expected {' or '.join(BUILTIN_DATA)}, or the path of a local .jsonl file"
         yield Problem("data.dataset_name", name, message)
-    elif not Path(name).is_file():
-        yield Problem("data.dataset_name", name, f"no such file (looked in {Path.cwd()})")
+    elif problem := find_file_problem(name):
+        yield Problem("data.dataset_name", name, problem)
 
 
-def _truncation(recipe: Recipe) -> Iterator[Problem]:
-    loss, path = recipe.loss_fn, "loss_fn.truncated_importance_sampling"
-    ratio, kind = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_type
+def _truncation_type(recipe: Recipe) -> Iterator[Problem]:
+    loss = recipe.loss_fn
+    kind = loss.truncated_importance_sampling_type
     if kind not in (None, "tis"):
-        yield Problem(f"{path}_type", kind, "the suite's trainer cuts importance weights off only: set tis, or null")
-    elif kind == "tis" and ratio is None and loss.use_importance_sampling_correction:
-        yield Problem(f"{path}_type", kind, f"has no effect: set {path}_ratio, or this to null")
+        yield Problem(
+            f"{TRUNCATION}_type", kind, "the suite's trainer cuts importance weights off only: set tis, or null"
+        )
+    elif kind == "tis" and not loss.use_importance_sampling_correction:
+        yield Problem(f"{TRUNCATION}_type", kind, UNCORRECTED)
+    elif kind == "tis" and loss.truncated_importance_sampling_ratio is None:
+        yield Problem(f"{TRUNCATION}_type", kind, f"has no effect: set {TRUNCATION}_ratio, or this to null")
 
 
-def _correction(recipe: Recipe) -> Iterator[Problem]:
-    loss, path = recipe.loss_fn, "loss_fn.truncated_importance_sampling"
-    if loss.use_importance_sampling_correction:
-        return
-    message = "has no effect: set loss_fn.use_importance_sampling_correction to true, or this to null"
-    if loss.truncated_importance_sampling_ratio is not None:
-        yield Problem(f"{path}_ratio", loss.truncated_importance_sampling_ratio, message)
-    if loss.truncated_importance_sampling_type == "tis":
-        yield Problem(f"{path}_type", "tis", message)
+def _truncation_ratio(recipe: Recipe) -> Iterator[Problem]:
+    loss = recipe.loss_fn
+    ratio = loss.truncated_importance_sampling_ratio
+    if ratio is not None and not loss.use_importance_sampling_correction:
+        yield Problem(f"{TRUNCATION}_ratio", ratio, UNCORRECTED)
 
 
 def _loss_keys(recipe: Recipe) -> Iterator[Problem]:
@@ -410,8 +418,8 @@ RULES: tuple[Rule, ...] = (
     _worker_words,
     _frontend_words,
     _loss_keys,
-    _truncation,
-    _correction,
+    _truncation_type,
+    _truncation_ratio,
     _data,
     _weights_and_biases,
 )
