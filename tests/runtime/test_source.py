@@ -5,15 +5,14 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from functional.engine.gloo import GlooGroup  # noqa: E402
-from functional.engine.group import join_store  # noqa: E402
-from functional.engine.wire import Manifest, receive  # noqa: E402
-from functional.runtime.errors import RefitError  # noqa: E402
-from functional.runtime.refit import names  # noqa: E402
-from functional.runtime.refit.source import LocalWeights  # noqa: E402
+from functional.engine.gloo import GlooGroup
+from functional.engine.group import join_store
+from functional.engine.wire import Manifest, receive
+from functional.runtime.errors import RefitError
+from functional.runtime.refit import names
+from functional.runtime.refit.source import LocalWeights
 
 CONFIG = SimpleNamespace(architectures=["Qwen3ForCausalLM"])
 WEIGHTS = {
