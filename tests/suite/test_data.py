@@ -138,10 +138,10 @@ def test_without_a_tokenizer_prompts_are_not_measured(data):
 def test_tokenizer_and_data_are_read_once(recipe_path, data, monkeypatch):
     data.write_text(data.read_text().replace("1+1+1=", "1+1=1"))
     read = []
-    for name in ("find_tokenizer", "measure_data"):
+    for name in ("find_tokenizer", "read_data"):
         kept = getattr(preflight, name)
         monkeypatch.setattr(preflight, name, lambda *given, kept=kept, name=name: read.append(name) or kept(*given))
     prepared = prepare(recipe_path, [f"data.dataset_name={data}"])
     assert describe(prepared, ask_engine=False)["data"] == asdict(prepared.data)
     assert prepared.data.longest_prompt == 127
-    assert read == ["find_tokenizer", "measure_data"]
+    assert read == ["find_tokenizer", "read_data"]

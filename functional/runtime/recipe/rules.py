@@ -320,8 +320,11 @@ def _template(recipe: Recipe) -> Iterator[Problem]:
 
 def _worker_words(recipe: Recipe) -> Iterator[Problem]:
     words = recipe.policy.generation.dynamo_cfg.worker_args.extra_cli_args
-    refusal = refusal_of_extra(worker_flag_owners(recipe))
-    yield from _extra(WORKER_ARGS, words, ENGINE_FLAGS | WORKER_FLAGS | FLAG_FILE, refusal)
+    try:
+        owners = worker_flag_owners(recipe)
+    except UnreadKeyError:  # which flags the other keys set is not known then; most words are refused whatever it is
+        owners = {}
+    yield from _extra(WORKER_ARGS, words, ENGINE_FLAGS | WORKER_FLAGS | FLAG_FILE, refusal_of_extra(owners))
 
 
 def _frontend_words(recipe: Recipe) -> Iterator[Problem]:
