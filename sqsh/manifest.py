@@ -8,6 +8,7 @@ import json
 import platform as machine
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, TypeVar
@@ -73,11 +74,11 @@ class Image:
         return sum(layer.size for layer in self.layers)
 
 
-class Store:
+class Store(ABC):
     """Opens blobs by digest. `size` is what a manifest states; `stopped` ends whatever reading them may wait for."""
 
-    def open(self, digest: str, size: int, stopped: threading.Event | None = None) -> Source:
-        raise NotImplementedError
+    @abstractmethod
+    def open(self, digest: str, size: int, stopped: threading.Event | None = None) -> Source: ...
 
     def read_manifest(self, digest: str, size: int) -> bytes:
         """A manifest or an index that another index names, checked."""

@@ -3,11 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from functional.engine.wire import Manifest  # noqa: E402
-from functional.suite.send_faults import FaultyWeights, SendFault, tampered  # noqa: E402
+from functional.engine.wire import Manifest
+from functional.suite.send_faults import FaultyWeights, SendFault, tampered
 
 QWEN = SimpleNamespace(architectures=["Qwen3ForCausalLM"])
 
