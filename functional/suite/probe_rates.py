@@ -124,7 +124,7 @@ def probe_all(sightings: Sequence[Sighting], noise: Noise) -> list[tuple[Finding
     found = []
     for _ in range(PROBES):
         drawn = rng.sample(rounds, MAX_ROUNDS)
-        reading, _ = judge(drawn[0], drawn.__getitem__, noise)
+        reading, _ = judge(drawn[0], drawn.__getitem__, noise, workers=1)
         found.append((reading.finding, reading.tokens))
     return found
 

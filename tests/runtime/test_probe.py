@@ -8,13 +8,14 @@ from statistics import fmean as mean
 import pytest
 
 from functional.runtime.refit.probe import (
+    FALSE_ALARMS,
     MAX_ROUNDS,
-    OTHER_Z,
     PROMPTS,
     Finding,
     Noise,
     Sighting,
     judge,
+    other_z,
     probe_prompts,
     read,
 )
@@ -27,7 +28,7 @@ SHAPES = {
 TRIALS = 1000
 
 
-def findings(shape, noise_size, shift, has_new, trials=TRIALS):
+def findings(shape, noise_size, shift, has_new, trials=TRIALS, workers=1):
     """Findings of probes whose true log-probs under the versions differ by `shift` times the mean distance between
     engine and trainer; each of the three computes with noise of its own."""
     rng, draw = random.Random(f"{shape}/{noise_size}/{shift}/{has_new}"), SHAPES[shape]
@@ -44,7 +45,7 @@ def findings(shape, noise_size, shift, has_new, trials=TRIALS):
     def sight_round(_number):
         return [sight() for _ in range(PROMPTS)]
 
-    return [judge(sight_round(0), sight_round, noise)[0].finding for _ in range(trials)]
+    return [judge(sight_round(0), sight_round, noise, workers)[0].finding for _ in range(trials)]
 
 
 @pytest.mark.parametrize("noise_size", [0.0005, 0.05])
@@ -61,8 +62,14 @@ def test_new_weights_raise_no_alarm_at_any_shift(shape, shift):
     assert findings(shape, 0.05, shift, has_new=True).count(Finding.OTHER) <= 0.002 * TRIALS
 
 
-def test_the_looks_together_keep_their_promise():
-    assert MAX_ROUNDS * math.exp(-(OTHER_Z**2) / 2) < 0.001
+@pytest.mark.parametrize("workers", [1, 2, 256])
+def test_all_rounds_of_all_workers_together_keep_the_promise(workers):
+    assert workers * MAX_ROUNDS * math.exp(-(other_z(workers) ** 2) / 2) == pytest.approx(FALSE_ALARMS)
+
+
+def test_old_weights_on_one_of_many_workers_are_caught():
+    found = findings("heavy tails", 0.05, 4, has_new=False, trials=500, workers=256)
+    assert found.count(Finding.OTHER) >= 0.98 * 500
 
 
 def test_versions_that_are_alike_cannot_be_told_and_cost_few_tokens():
@@ -79,7 +86,7 @@ def test_versions_that_are_alike_cannot_be_told_and_cost_few_tokens():
         asked += 1
         return [sight() for _ in range(PROMPTS)]
 
-    found = [judge([sight() for _ in range(PROMPTS)], more, noise)[0].finding for _ in range(500)]
+    found = [judge([sight() for _ in range(PROMPTS)], more, noise, workers=1)[0].finding for _ in range(500)]
     assert found.count(Finding.UNCLEAR) > 490
     assert asked < 1000
 

@@ -16,8 +16,8 @@ from enum import StrEnum
 PROMPTS = 16
 """Prompts of a round, sent together; one token is sampled after each."""
 MAX_ROUNDS = 16
-OTHER_Z = 4.5
-"""Votes that say that the engine has the other version. Sixteen looks at exp(−4.5²/2) each: 6 in 10,000."""
+FALSE_ALARMS = 0.001
+"""The chance, at most, that an update of a sound fleet is failed by a probe: all rounds of all workers together."""
 NEW_Z = -3.0
 """Votes that say that it has the new one: by chance in at most 1 of 90."""
 ASK_AGAIN_Z = 0.5
@@ -100,28 +100,33 @@ class Reading:
 
 
 def judge(
-    first: Sequence[Sighting], more: Callable[[int], Sequence[Sighting]], noise: Noise
+    first: Sequence[Sighting], more: Callable[[int], Sequence[Sighting]], noise: Noise, workers: int
 ) -> tuple[Reading, list[Sighting]]:
     """The reading of a first round, and the tokens it rests on. `more(n)` gives round n ≥ 1; it is asked while the
-    votes lean to the other version and do not yet tell."""
+    votes lean to the other version and do not yet tell. workers: how many are judged in this update."""
     sightings = list(first)
-    reading = read(sightings, noise)
+    reading = read(sightings, noise, workers)
     for round_number in range(1, MAX_ROUNDS):
-        if not ASK_AGAIN_Z < reading.votes < OTHER_Z:
+        if not ASK_AGAIN_Z < reading.votes < other_z(workers):
             break
         sightings += more(round_number)
-        reading = read(sightings, noise)
+        reading = read(sightings, noise, workers)
     return reading, sightings
 
 
-def read(sightings: Sequence[Sighting], noise: Noise) -> Reading:
+def other_z(workers: int) -> float:
+    """Votes that say that an engine has the other version: 4.4 for one worker, 5.5 for 256."""
+    return math.sqrt(2 * math.log(MAX_ROUNDS * workers / FALSE_ALARMS))
+
+
+def read(sightings: Sequence[Sighting], noise: Noise, workers: int = 1) -> Reading:
     """Judge tokens, one at least."""
     usual = noise.median
     distance = [sighting.distance for sighting in sightings]
     pairs = [(sighting.engine, sighting.new, sighting.other) for sighting in sightings if sighting.other is not None]
     votes = z_score([sighting.vote(usual or 0.0) for sighting in sightings])
     return Reading(
-        finding=find(votes, bool(pairs), statistics.median(distance), usual),
+        finding=find(votes >= other_z(workers), votes, bool(pairs), statistics.median(distance), usual),
         current=statistics.fmean(distance),
         previous=statistics.fmean(abs(engine - other) for engine, _, other in pairs) if pairs else None,
         shift=statistics.fmean(abs(new - other) for _, new, other in pairs) if pairs else None,
@@ -130,8 +135,8 @@ def read(sightings: Sequence[Sighting], noise: Noise) -> Reading:
     )
 
 
-def find(votes: float, has_other: bool, distance: float, usual: float | None) -> Finding:
-    if votes >= OTHER_Z:
+def find(is_other: bool, votes: float, has_other: bool, distance: float, usual: float | None) -> Finding:
+    if is_other:
         return Finding.OTHER
     if usual is not None and distance > max(FAR * usual, FAR_NATS):
         return Finding.NEITHER

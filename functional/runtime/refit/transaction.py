@@ -392,7 +392,9 @@ class FleetRefit:
                 f"worker {worker.index}: {cached} cached tokens on the probe after the clear: the cache was not cleared"
             )
         first = self._sight(worker, completions)
-        reading, sightings = judge(first, lambda number: self._sight(worker, self._probe(worker, number)), self._noise)
+        reading, sightings = judge(
+            first, lambda number: self._sight(worker, self._probe(worker, number)), self._noise, len(self.workers)
+        )
         if reading.finding is Finding.OTHER:
             raise RefitError(
                 f"worker {worker.index}: the probe fits the other version ({reading.previous:.4f} nats) better than "
