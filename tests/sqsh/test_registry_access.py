@@ -86,11 +86,16 @@ def wants(*accepted: str, challenge: list[str] | None = None) -> Hook:
 ME = 'Bearer realm="http://HOST/token",service="s",scope="repository:r:pull"'
 
 
+def answers(status: int, **headers: str) -> Hook:
+    """Every request, with this status."""
+    return lambda request: request.send(status, headers=headers)
+
+
 def test_a_challenge_from_where_the_registry_points_gets_no_login(layout: Path, tmp_path: Path, home: Path) -> None:
     with served(layout) as thief, served(layout) as store, served(layout) as registry:
         thief.hooks.append(lambda request: request.send(200, b'{"token": "x"}'))
         for realm in (f'Bearer realm="http://{thief.host}/token",service="s"', 'Basic realm="x"'):
-            store.hooks[:] = [lambda request, realm=realm: request.send(401, headers={"WWW-Authenticate": realm})]  # type: ignore[misc]
+            store.hooks[:] = [answers(401, **{"WWW-Authenticate": realm})]
             registry.hooks[:] = [
                 wants(f"Basic {ANN}"),
                 lambda request: (
@@ -523,7 +528,7 @@ def layer_of(layout: Path) -> str:
 def test_what_no_other_try_would_change(layout: Path, waits: list[float]) -> None:
     for status in (400, 403, 404, 410):
         refused = pytest.raises(SqshError, match=f"answers {status}")
-        with served(layout, lambda request, code=status: request.send(code)) as registry, refused:  # type: ignore[misc]
+        with served(layout, answers(status)) as registry, refused:
             find_image(registry.image)
         assert len(registry.log) == 1
     for host in ("127.0.0.1:9", "no-such-host.invalid"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tarfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,11 +177,10 @@ def test_names_from_the_root(tmp_path: Path, form: int) -> None:
 def test_the_same_bytes_as_without_links_and_from_the_cache(tmp_path: Path) -> None:
     chance = [Item(b"lib/%d" % number, os.urandom(1 + number * 7000)) for number in range(40)]
     moved = [Item(b"usr/" + item.name, item.data) for item in chance]
-    options = {"cache": tmp_path / "cache"}
     write_image(tmp_path / "oci", [BASE, chance, [Item(b"usr/lib/.wh.3")]])
     write_image(tmp_path / "plain", [BASE, moved, [Item(b"usr/lib/.wh.3")]])
     convert(str(tmp_path / "plain"), tmp_path / "wanted", PLAIN)
-    cached = type(PLAIN)(plain=True, keep_owner=True, **options)  # type: ignore[arg-type]
+    cached = replace(PLAIN, cache=tmp_path / "cache")
     for name, copied in (("1", 0), ("2", None)):
         result = convert(str(tmp_path / "oci"), tmp_path / name, cached)
         assert copied is None or result.layers_copied == copied
