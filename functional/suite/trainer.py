@@ -12,11 +12,12 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from functional.engine.proof import Proof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.errors import RefitError
 from functional.runtime.recipe.environment import SHARED_GPU
 from functional.runtime.recipe.model import Recipe
-from functional.runtime.refit.names import NamedTensors, Proof
+from functional.runtime.refit.names import NamedTensors
 from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import ProbeScore
 from functional.runtime.rollout.client import Completion
@@ -69,6 +70,7 @@ class Trainer:
             transport=recipe.transport.name,
             device=self._policy.device,
             timeout_s=generation.dynamo_cfg.control_timeout_s,
+            proof=recipe.proof,
         )
         if recipe.faults.pause_send_version is not None:
             self._weights.fault = SendFault(
@@ -190,9 +192,8 @@ class RemoteWeights:
     def connect(self, address: str, port: int, world_size: int) -> None:
         self._ask("connect", address, port, world_size)
 
-    def send(self, version: int) -> Proof:
-        proof: Proof = self._ask("send", version, deadlines=2)
-        return proof
+    def send(self, version: int) -> None:
+        self._ask("send", version)
 
     def proof(self, version: int) -> Proof:
         proof: Proof = self._ask("proof", version)
@@ -205,11 +206,10 @@ class RemoteWeights:
         score: ProbeScore = self._ask("score", version, completions)
         return score
 
-    def _ask(self, method: str, *arguments: Any, deadlines: int = 1) -> Any:
-        """`deadlines`: how many of the actor's own lie within the call; they come first."""
-        patience_s = deadlines * self._timeout_s + GRACE_S
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """The actor's own deadline comes first."""
         try:
-            return ray.get(self._trainer.weights.remote(method, *arguments), timeout=patience_s)
+            return ray.get(self._trainer.weights.remote(method, *arguments), timeout=self._timeout_s + GRACE_S)
         except RayTaskError as error:
             cause = error.cause or error
             raise RefitError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}") from error

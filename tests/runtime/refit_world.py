@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from functional.engine.errors import NOT_PROVED
+from functional.engine.proof import Proof, TensorProof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.errors import RefitError, RolloutError, RunError
 from functional.runtime.fleet.control import ControlError, WorkerLostError
@@ -161,11 +162,13 @@ class World:
     def connect(self, address: str, port: int, world_size: int) -> None:
         self.alive()
 
-    def proof(self, version: int):
+    def proof(self, version: int) -> Proof:
         self.alive()
-        return {"w": version}
+        if self.chooser.pick(["ok", "fails"]) == "fails":
+            raise RefitError("the hashing failed")
+        return Proof(None, {"w": TensorProof("bfloat16", (1,), 2, str(version))})
 
-    def send(self, version: int):
+    def send(self, version: int) -> None:
         self.assert_sound()
         self.sent = None
         outcome = self.chooser.pick(["ok", "fails", "lost"])
@@ -174,7 +177,6 @@ class World:
         if outcome == "fails":
             raise RefitError("the send failed")
         self.sent = version
-        return self.proof(version)
 
     def abort(self, reason: str) -> None:
         self.alive()
@@ -250,7 +252,8 @@ class FakeControl:
             self.require(engine.loading, "no reload is under way")
             engine.loading, engine.weights = False, engine.incoming
         elif what == "prove_weights":
-            self.require(engine.weights == body["expected"]["w"], NOT_PROVED)
+            claimed = body["expected"]["tensors"]["w"]["digest"]
+            self.require(str(engine.weights) == claimed, NOT_PROVED)
         if what in ("pause_generation", "flush_cache") and outcome != "silent":
             engine.cache.clear()
         return {"status": "ok", "version": engine.label}

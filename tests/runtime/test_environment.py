@@ -170,6 +170,7 @@ def test_a_workers_variables_on_each_device():
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_RPC_BASE_PATH": "/run",
         "VLLM_RENDEZVOUS_DIR": "/run",
+        "VLLM_WEIGHTS_PROOF": "sha256",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCH_COMPILE_DISABLE": "1",

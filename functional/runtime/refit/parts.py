@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from functional.engine.proof import Proof
 from functional.engine.wire import Manifest
 from functional.runtime.errors import RefitError
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import Transition
-from functional.runtime.refit.names import Proof
 from functional.runtime.refit.probe import ProbeScore, Reading
 from functional.runtime.rollout.client import Completion
 
@@ -33,14 +33,14 @@ class WeightSource(Protocol):
     def connect(self, address: str, port: int, world_size: int) -> None:
         """Join the transfer group as rank 0; returns when all have joined."""
 
-    def send(self, version: int) -> Proof:
-        """Send every tensor, and return what each engine must hold afterwards. Has its own deadlines.
-
-        Goes through the tensors once, hashing beside the sending: the workers may have all of them before it returns.
-        """
+    def send(self, version: int) -> None:
+        """Send every tensor. Has its own deadline."""
 
     def proof(self, version: int) -> Proof:
-        """What an engine with this version's weights holds, of which none is sent."""
+        """What an engine with this version's weights holds, sent before or not. Has its own deadline.
+
+        A key is drawn in each call, so a call after the workers have finished draws it after their last copy.
+        """
 
     def abort(self, reason: str) -> None:
         """Make a blocked `connect` or `send` of another thread raise."""

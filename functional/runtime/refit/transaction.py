@@ -10,7 +10,7 @@ when that fails too. docs/refit.md has the states as a diagram and the interface
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ from functional.runtime.errors import InterruptedRunError, RefitError, RunError
 from functional.runtime.fleet.control import ControlError, WorkerLostError
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import Event, RefitMachine, State, Transition
-from functional.runtime.refit.names import Proof
 from functional.runtime.refit.parts import (
     Probe,
     ProbeVerdict,
@@ -80,7 +79,6 @@ class FleetRefit:
         self._pool = pool or ThreadPoolExecutor(max_workers=len(workers) + 1, thread_name_prefix="refit")
         self._machine = RefitMachine(gate, on_transition)
         self._manifest: Manifest
-        self._sent: Future[Proof] | None = None
         self._grouped = False
         self._lost: dict[int, str] = {}
         self._warmed: dict[int, int] = {}  # instance → cached tokens its probe had before the clear
@@ -153,7 +151,7 @@ class FleetRefit:
         Returns the refusal of the first worker that answers. Raises RefitError if it accepts, which would make every
         proof worthless, or if none answers.
         """
-        expected, silent = self._source.proof(version), []
+        expected, silent = self._source.proof(version).as_dict(), []
         for worker in self.workers:
             try:
                 self._rpc(worker, "prove_weights", expected=expected, allow_unpaused=True)
@@ -206,17 +204,12 @@ class FleetRefit:
         result.phases.clear()
         result.probes.clear()
         self._manifest = self._source.metadata(version)  # a version that is not held fails before a worker is touched
-        self._sent = None
-        try:
-            while self.state is not State.SERVING:
-                self._actions[self.state](result)
-                if self.state is State.PROBING:
-                    self.version = result.version = version
-                    self._warmed.clear()
-                self._machine.fire(Event.DONE)
-        except Exception as error:
-            self._end_send(one_line(error))
-            raise
+        while self.state is not State.SERVING:
+            self._actions[self.state](result)
+            if self.state is State.PROBING:
+                self.version = result.version = version
+                self._warmed.clear()
+            self._machine.fire(Event.DONE)
 
     def _recover(self, lost: Mapping[int, str], result: RefitResult, following: int | None = None) -> None:
         """Replace the lost workers and forget the group; the machine stands ready for the next attempt, or stopped."""
@@ -271,10 +264,10 @@ class FleetRefit:
 
     def _prove(self, result: RefitResult) -> None:
         with self._step("prove", result):
-            assert self._sent is not None
-            proof = self._sent.result()  # the trainer may be hashing still
-            self._on_all(lambda w: self._rpc(w, "prove_weights", expected=proof))
-            result.proved = len(proof)
+            proof = self._source.proof(self._target)
+            expected = proof.as_dict()
+            self._on_all(lambda w: self._rpc(w, "prove_weights", expected=expected))
+            result.proved = len(proof.tensors)
 
     def _clear(self, result: RefitResult) -> None:
         with self._step("clear", result):
@@ -358,28 +351,18 @@ class FleetRefit:
         self._grouped = True
 
     def _transfer(self) -> None:
-        """Until every worker has every tensor; the trainer may be hashing them still."""
         update_info = {**self._manifest.info(), "timeout_s": self._timeout_s}
         patience_s = self._timeout_s + GRACE_S
-        self._sent = self._pool.submit(self._source.send, self._target)
-        self._beside(
-            self._sent, lambda w: self._rpc(w, "update_weights", update_info=update_info, timeout_s=patience_s)
-        )
-        if self._sent.done():
-            self._sent.result()
-
-    def _end_send(self, reason: str) -> None:
-        """A failed attempt's send must not reach into the next attempt."""
-        if self._sent is not None and not self._sent.done():
-            self._source.abort(reason)
-            wait([self._sent])
+        sent = self._pool.submit(self._source.send, self._target)
+        self._beside(sent, lambda w: self._rpc(w, "update_weights", update_info=update_info, timeout_s=patience_s))
+        sent.result()
 
     def _beside(self, own: "Future[Any]", action: Callable[[Worker], None]) -> None:
         """Run `action` on every worker beside the trainer's own part; a failed side ends the other's wait."""
         try:
             self._on_all(action)
-        except RunError as error:
-            self._source.abort(str(error))
+        except Exception as error:
+            self._source.abort(one_line(error))
             if isinstance(cause := own.exception(), SourceLostError):
                 raise cause from error
             raise
