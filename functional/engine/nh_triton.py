@@ -44,16 +44,31 @@ class _Piece:
         return -(-self.data.numel() // (_TILES * _TILE_BYTES))
 
 
-def digests(key: nh.Key, parameters: Sequence[Sequence[Tensor]], device: torch.device) -> list[str]:
-    """Digest of each parameter, given as the parts that make it when joined; all of them on `device`."""
-    pieces = [piece for target, parts in enumerate(parameters) for piece in _pieces(target, parts)]
-    sums = torch.zeros(len(parameters), 2, nh.LANES, dtype=torch.int64, device=device)
-    words = torch.tensor([*key.first, *key.second]).to(torch.uint32).to(device)
-    weights = torch.tensor([*_powers(key.points, _TILES * _TILE_BLOCKS), *_squares(key.points, _POSITION_BITS)])
-    for in_words in (True, False):
-        _launch([piece for piece in pieces if piece.in_words is in_words], in_words, words, weights.to(device), sums)
-    halves = sums.tolist()
-    return [nh.as_text([(low + (high << 32)) % nh.P for low, high in zip(*both, strict=True)]) for both in halves]
+class Table:
+    """Where the bytes of parameters are, each given as the parts that make it when joined; all of them on `device`."""
+
+    def __init__(self, parameters: Sequence[Sequence[Tensor]], device: torch.device) -> None:
+        pieces = [piece for target, parts in enumerate(parameters) for piece in _pieces(target, parts)]
+        self._device = device
+        self._parameters = len(parameters)
+        self._rows = [
+            _Rows([p for p in pieces if p.in_words is in_words], in_words, device) for in_words in (True, False)
+        ]
+
+    def digests(self, key: nh.Key) -> list[str]:
+        """Of each parameter, of what it holds now."""
+        halves = self.start(key).tolist()
+        return [nh.as_text([(low + (high << 32)) % nh.P for low, high in zip(*both, strict=True)]) for both in halves]
+
+    def start(self, key: nh.Key) -> Tensor:
+        """The same, not waited for: low and high 32 bits, added up, of each lane, [parameters, 2, lanes] int64."""
+        sums = torch.zeros(self._parameters, 2, nh.LANES, dtype=torch.int64, device=self._device)
+        words = torch.tensor([*key.first, *key.second]).to(torch.uint32).to(self._device)
+        weights = torch.tensor([*_powers(key.points, _TILES * _TILE_BLOCKS), *_squares(key.points, _POSITION_BITS)])
+        weights = weights.to(self._device)
+        for rows in self._rows:
+            rows.launch(words, weights, sums)
+        return sums
 
 
 def check(device: torch.device) -> None:
@@ -61,37 +76,45 @@ def check(device: torch.device) -> None:
     key = nh.Key.draw()
     data = torch.arange(3 * _TILES * _TILE_BYTES // 2 + 3, device=device).to(torch.uint8)
     samples = [[data], [data[1:]], [data[: 5 * nh.BLOCK_BYTES], data[2:]], [data[:0]]]
-    if digests(key, samples, device) != [nh.digest(key, *parts) for parts in samples]:
+    if Table(samples, device).digests(key) != [nh.digest(key, *parts) for parts in samples]:
         raise RuntimeError(f"the hash computed on {device} is not that of the reference: set dynamo_cfg.proof=sha256")
 
 
-def _launch(pieces: list[_Piece], in_words: bool, words: Tensor, weights: Tensor, sums: Tensor) -> None:
-    if not pieces:
-        return
-    chunks = torch.tensor([piece.chunks for piece in pieces])
-    firsts = (chunks.cumsum(0) - chunks).tolist()
-    rows = [
-        (p.data.data_ptr(), p.data.numel(), p.first_block, p.target, f) for p, f in zip(pieces, firsts, strict=True)
-    ]
-    piece_of = torch.repeat_interleave(torch.arange(len(pieces), dtype=torch.int32), chunks)
-    with torch.cuda.device(sums.device) if sums.is_cuda else contextlib.nullcontext():
-        _hash[(len(piece_of),)](
-            torch.tensor(rows).to(sums.device),
-            piece_of.to(sums.device),
-            words,
-            weights,
-            sums,
-            IN_WORDS=in_words,
-            TILE=_TILE_BLOCKS,
-            TILES=_TILES,
-            COLUMNS=_COLUMNS,
-            HALF=nh.HALF_WORDS,
-            LANES=nh.LANES,
-            SHIFT=nh.LANE_SHIFT,
-            KEY=nh.KEY_WORDS,
-            P=nh.P,
-            num_warps=_WARPS,
-        )
+class _Rows:
+    """The pieces of one launch."""
+
+    def __init__(self, pieces: list[_Piece], in_words: bool, device: torch.device) -> None:
+        self._pieces = pieces  # whose memory must stay theirs
+        self._in_words = in_words
+        chunks = torch.tensor([piece.chunks for piece in pieces], dtype=torch.int64)
+        firsts = (chunks.cumsum(0) - chunks).tolist()
+        rows = [
+            (p.data.data_ptr(), p.data.numel(), p.first_block, p.target, f) for p, f in zip(pieces, firsts, strict=True)
+        ]
+        self._table = torch.tensor(rows, dtype=torch.int64).to(device)
+        self._piece_of = torch.repeat_interleave(torch.arange(len(pieces), dtype=torch.int32), chunks).to(device)
+
+    def launch(self, words: Tensor, weights: Tensor, sums: Tensor) -> None:
+        if not self._pieces:
+            return
+        with torch.cuda.device(sums.device) if sums.is_cuda else contextlib.nullcontext():
+            _hash[(len(self._piece_of),)](
+                self._table,
+                self._piece_of,
+                words,
+                weights,
+                sums,
+                IN_WORDS=self._in_words,
+                TILE=_TILE_BLOCKS,
+                TILES=_TILES,
+                COLUMNS=_COLUMNS,
+                HALF=nh.HALF_WORDS,
+                LANES=nh.LANES,
+                SHIFT=nh.LANE_SHIFT,
+                KEY=nh.KEY_WORDS,
+                P=nh.P,
+                num_warps=_WARPS,
+            )
 
 
 def _pieces(target: int, parts: Sequence[Tensor]) -> Iterator[_Piece]:

@@ -109,7 +109,7 @@ def _keyed_digests(key: nh.Key, parameters: list[list[Tensor]], device: torch.de
         if place.type == "cuda":
             from functional.engine import nh_triton  # needs Triton, and its users a GPU
 
-            found = nh_triton.digests(key, group, place)
+            found = nh_triton.Table(group, place).digests(key)
         else:
             found = [nh.digest(key, *parts) for parts in group]
         digests |= zip(indices, found, strict=True)
