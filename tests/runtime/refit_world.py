@@ -131,7 +131,7 @@ class World:
         for engine in self.engines:
             engine.cache.add(engine.weights)
 
-    def probe(self, worker: Worker, round_number: int) -> list[Completion]:
+    def probe(self, worker: Worker, round_number: int, count: int = PROMPTS) -> list[Completion]:
         engine: Engine = worker.control.engine
         if engine.end or engine.paused or engine.loading or self.chooser.pick(["ok", "fails"]) == "fails":
             raise RolloutError(f"probe of worker {worker.index} failed")
@@ -139,7 +139,7 @@ class World:
         engine.cache.add(engine.weights)
         seen = (-100.0 if engine.weights is None else float(engine.weights),)
         completion = Completion("r", (1,), (2,), seen, worker.instance_id, cached, None, 0.0, 0.0, None)
-        return [completion] * PROMPTS
+        return [completion] * count
 
     def replace(self, lost) -> list[Worker]:
         self.assert_sound()

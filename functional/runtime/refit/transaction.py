@@ -1,6 +1,6 @@
 """One policy update of a whole fleet: every worker moves to the new version and proves it, or goes back and proves it.
 
-    admission shut, rollouts drained → probe warmed, workers paused, caches cleared → group formed, tensors sent →
+    probe warmed → admission shut, rollouts drained → workers paused, caches cleared → group formed, tensors sent →
     proved on each worker → cleared again → version set and read back → resumed → probed → admission open
 
 A failure anywhere leads to recovery: lost workers are replaced, the group is formed anew, the version is tried again;
@@ -169,6 +169,8 @@ class FleetRefit:
         self._machine.version, self._machine.attempt = version, 1
         lost = self.find_lost() if self.state in (State.UNPROVED, State.SERVING) else {}
         if not lost:
+            with self._step("warm probe", result):
+                self._warm()
             self._machine.fire(Event.BEGIN, f"update to version {version}")
             return
         self._machine.fire(Event.FAILED, "; ".join(lost.values()))
@@ -178,6 +180,9 @@ class FleetRefit:
         """Try the planned versions one after the other until one is reached."""
         reasons: list[str] = []
         for number, version in enumerate(plan, 1):
+            if number > 1:
+                result.phases.clear()
+                result.probes.clear()
             result.attempts = self._machine.attempt = number
             self._machine.version = version
             try:
@@ -201,8 +206,6 @@ class FleetRefit:
                 return
 
     def _attempt(self, version: int, result: RefitResult) -> None:
-        result.phases.clear()
-        result.probes.clear()
         self._manifest = self._source.metadata(version)  # a version that is not held fails before a worker is touched
         while self.state is not State.SERVING:
             self._actions[self.state](result)
@@ -244,8 +247,8 @@ class FleetRefit:
             self._gate.close_and_drain(self._timeout_s)
 
     def _pause(self, result: RefitResult) -> None:
-        with self._step("warm probe", result):
-            self._on_all(self._warm)
+        with self._step("see cache", result):
+            self._on_all(self._see_cache)
         with self._step("pause", result):
             self._on_all(lambda w: w.control.call("pause_generation", {"mode": "wait", "clear_cache": True}))
 
@@ -314,15 +317,24 @@ class FleetRefit:
         label = "unproved" if self.version is None else str(self.version)
         worker.control.engine_rpc(method, label, **arguments)
 
-    def _warm(self, worker: Worker) -> None:
-        """Make the probe's prompt hit the worker's prefix cache, so that a later miss shows the clear.
+    def _warm(self) -> None:
+        """Have the probe's first prompt cached while rollouts still run; `_see_cache` tells whether it was."""
+        try:
+            self._on_all(lambda worker: self._probe(worker, 0, 1))
+        except InterruptedRunError:
+            raise
+        except RunError:
+            pass  # a worker that cannot answer fails the attempt, once admission is shut
 
-        A worker that is paused since an earlier attempt was warmed then.
+    def _see_cache(self, worker: Worker) -> None:
+        """See the probe's first prompt hit the worker's prefix cache, so that a later miss shows the clear.
+
+        It was asked for before the drain, and is once more where rollouts have driven it out since. A worker that is
+        paused since an earlier attempt was seen then.
         """
         if worker.instance_id in self._warmed:
             return
-        self._probe(worker, 0)
-        cached = cached_tokens(self._probe(worker, 0))
+        cached = cached_tokens(self._probe(worker, 0, 1)) or cached_tokens(self._probe(worker, 0, 1))
         if cached == 0:
             raise RefitError(
                 f"worker {worker.index}: a repeated probe did not hit the prefix cache; a clear would be unseen"
