@@ -66,6 +66,11 @@ class WorkerExtension:
         problems += _received_twice(self.weight_transfer_engine)
         refuse(problems, len(claimed.tensors))
 
+    def exchange_bytes(self, update_info: dict[str, Any]) -> None:
+        """Receive as many bytes as the update would have, and leave the weights alone: for benchmarks."""
+        engine = self.weight_transfer_engine
+        engine.exchange(engine.parse_update_info(update_info))
+
     def commit_version(self) -> None:
         """Do nothing: the call that carries the new `weight_version` to the route once the proof is given."""
 

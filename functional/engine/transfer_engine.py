@@ -4,6 +4,7 @@ vLLM calls them inside the engine process; Dynamo's route holds the worker's pau
 timeout of its own. So an engine returns an error at its deadline, whatever became of its peer.
 """
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from functional.engine.gloo import GlooGroup
 from functional.engine.group import Group, join_store, local_address
 from functional.engine.nccl import NcclGroup
 from functional.engine.transports import PROOF_VARIABLE
-from functional.engine.wire import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT_S, Manifest, receive
+from functional.engine.wire import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT_S, Manifest, exchange, receive
 
 
 @dataclass
@@ -84,21 +85,31 @@ class DeadlineEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(
         self, update_info: UpdateInfo, load_weights: Callable[[list[tuple[str, torch.Tensor]]], Any]
     ) -> None:
-        if self._group is None:
-            raise RuntimeError(
-                "no transfer group: call init_weight_transfer_engine first, and after every failed update"
-            )
         self.received.update(update_info.names)
-        try:
-            receive(self._group, update_info.manifest(), load_weights, update_info.timeout_s or self._timeout_s)
-        except BaseException:
-            self._group = None  # broken, and already released
-            raise
+        with self._using_group() as group:
+            receive(group, update_info.manifest(), load_weights, update_info.timeout_s or self._timeout_s)
+
+    def exchange(self, update_info: UpdateInfo) -> None:
+        """This engine's part of `wire.exchange`."""
+        with self._using_group() as group:
+            exchange(group, update_info.manifest(), update_info.timeout_s or self._timeout_s)
 
     def shutdown(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+    @contextlib.contextmanager
+    def _using_group(self) -> Iterator[Group]:
+        if self._group is None:
+            raise RuntimeError(
+                "no transfer group: call init_weight_transfer_engine first, and after every failed update"
+            )
+        try:
+            yield self._group
+        except BaseException:
+            self._group = None  # broken, and already released
+            raise
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: dict[str, Any] | Any) -> None:

@@ -105,9 +105,12 @@ class Trainer:
         self._policy.restore(self._copy.tensors)
         self._become(version)
 
-    def nudge(self, version: int) -> None:
-        """Make `version` without samples, of the first weights and noise: for fault tests, which need a difference."""
-        self._await_copy()
+    def nudge(self, version: int) -> dict[str, float]:
+        """Make `version` without samples, of the first weights and noise: for fault tests, which need a difference.
+
+        Returns the seconds that the snapshot was waited for, and that scoring what a probe may sample took.
+        """
+        figures = self._await_copy()
         self._origin = self._origin or self._policy.snapshot()
         device = self._policy.device
         generator = torch.Generator(device).manual_seed(version)
@@ -117,7 +120,7 @@ class Trainer:
             noise = torch.randn(own.shape, generator=generator, device=device)
             moved[name] = (own + NUDGE * own.std() * noise).to(tensor.dtype)
         self._policy.restore(moved)
-        self._become(version)
+        return {"snapshot_s": figures["snapshot_s"], "foresee_s": self._become(version)}
 
     def score_nudged(self, completions: Sequence[Completion], size: float, seed: int) -> list[float]:
         """Log-probs of the completions' tokens under weights moved by noise of `size` standard deviations of each
@@ -149,9 +152,12 @@ class Trainer:
         self._copy.wait()
         return {"snapshot_s": time.monotonic() - began, "snapshot_bytes": float(self._copy.nbytes)}
 
-    def _become(self, version: int) -> None:
+    def _become(self, version: int) -> float:
+        """The policy has `version` now; returns the seconds that looking ahead took."""
         self._version = version
+        began = time.monotonic()
         self._foreseen.look(version)
+        return time.monotonic() - began
 
     def _layout(self, version: int) -> list[Slot]:
         return [Slot(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._held(version).items()]
@@ -212,6 +218,8 @@ class Foreseen:
         if self.prompts:
             self._tables = dict([*self._tables.items()][-1:])
             self._tables[version] = self._policy.next_logprobs(list(self.prompts))
+            if self._policy.device.type == "cuda":
+                torch.cuda.synchronize(self._policy.device)
 
     def scores(self, version: int, completions: Sequence[Completion]) -> list[float] | None:
         """Of the completions' tokens, one each; None where this version or one of the prompts was not looked at."""
@@ -249,6 +257,10 @@ class RemoteWeights:
     def proof(self, version: int) -> Proof:
         proof: Proof = self._ask("proof", version)
         return proof
+
+    def exchange(self, version: int) -> None:
+        """As `LocalWeights.exchange`."""
+        self._ask("exchange", version)
 
     def abort(self, reason: str) -> None:
         self._ask("abort", reason)

@@ -12,7 +12,7 @@ from functional.engine.group import Group, Rendezvous
 from functional.engine.nccl import NcclGroup
 from functional.engine.proof import Proof
 from functional.engine.transports import BACKENDS, PROOFS, ProofKind
-from functional.engine.wire import DEFAULT_TIMEOUT_S, Manifest, Slot, send
+from functional.engine.wire import DEFAULT_TIMEOUT_S, Manifest, Slot, exchange, send
 from functional.runtime.errors import RefitError
 from functional.runtime.refit.names import ExpectedProof, NamedTensors
 from functional.runtime.refit.probe import ProbeScore
@@ -79,6 +79,10 @@ class LocalWeights:
                 return expected.result(self._timeout_s, check)
             except (TransferError, TimeoutError) as error:
                 raise RefitError(f"trainer: {type(error).__name__}: {error}") from error
+
+    def exchange(self, version: int) -> None:
+        """Broadcast as many bytes as `send` would, beside the workers' `exchange_bytes`: for benchmarks."""
+        self._with_sender(lambda sender: sender.exchange(self.metadata(version)))
 
     def abort(self, reason: str) -> None:
         if self._sender is not None:
@@ -180,9 +184,11 @@ class Sender:
         Raises TransferTimeout, or TransferError, also for tensors that differ from the manifest; the group is then
         broken.
         """
-        if self._group is None:
-            raise TransferError("send: connect first")
-        send(self._group, manifest, named, self._timeout_s)
+        send(self._connected(), manifest, named, self._timeout_s)
+
+    def exchange(self, manifest: Manifest) -> None:
+        """Rank 0's part of `wire.exchange`."""
+        exchange(self._connected(), manifest, self._timeout_s)
 
     def abort(self, reason: str) -> None:
         """From another thread, when a worker is known to be lost: ends a blocked `send` with TransferError."""
@@ -202,6 +208,11 @@ class Sender:
             self._group.close()
         self._group = None
         self._rendezvous = None
+
+    def _connected(self) -> Group:
+        if self._group is None:
+            raise TransferError("send: connect first")
+        return self._group
 
     def _new_group(self, rendezvous: Rendezvous, world_size: int) -> Group:
         if self._transport == "gloo":
