@@ -31,6 +31,12 @@ if [ -n "$BUILD_DYNAMO" ]; then
   [ -e /opt/dynamo_venv/bin/etcd ] || ln -s "$(command -v etcd)" /opt/dynamo_venv/bin/etcd
 fi
 rm -rf "$UV_CACHE_DIR" /tmp/uv /tmp/lock.txt
+
+for site in /opt/*_venv/lib/python3*/site-packages; do
+  grep -v -e '^#' -e '^$' /mnt/left-out.txt | while read -r path; do
+    find "$site" -path "$site/$path" -prune -exec rm -rf {} +
+  done
+done
 sh /mnt/forget-fetch-times.sh
 
 python3 /mnt/compile_bytecode.py /opt/*_venv/lib
