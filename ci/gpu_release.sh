@@ -54,7 +54,7 @@ pack() {
 pack_kit() {
   local site
   site=$(mktemp -d)
-  awk -v tools='^(mypy|ruff|hypothesis|pytest|import-linter|grimp|librt)' \
+  awk -v tools='^(pip|mypy|ruff|hypothesis|pytest|import-linter|grimp|librt)' \
     '/^[a-zA-Z0-9]/ { keep = $0 !~ tools } keep' lockfiles/kit.txt >"$site.txt"
   "${UV:-.state/uv/bin/uv}" pip install --quiet --target "$site" --no-deps --require-hashes --only-binary :all: \
     --python-version "${THEIR_PYTHON:-3.12}" --python-platform x86_64-manylinux_2_28 --requirement "$site.txt"
