@@ -22,13 +22,13 @@ from functional.runtime.recipe.environment import (
     SHARED_GPU,
     WorkerSite,
     control_plane_variables,
-    worker_defaults,
     frontend_variables,
     inherited_environment,
     is_inherited,
     left_out,
     parser_environment,
     program_environment,
+    worker_defaults,
     worker_variables,
 )
 from functional.runtime.recipe.model import FrontendArgs, Recipe

@@ -16,11 +16,11 @@ from functional.runtime.fleet.worker import Worker, WorkerAddress, WorkerOwner
 from functional.runtime.recipe.argv import SERVED_MODEL, frontend_arguments
 from functional.runtime.recipe.environment import (
     control_plane_variables,
-    worker_defaults,
     frontend_variables,
     inherited_environment,
     left_out,
     program_environment,
+    worker_defaults,
 )
 
 POLL_INTERVAL_S = 0.25  # each poll of an unready worker is a line in its log
