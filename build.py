@@ -194,19 +194,29 @@ def run(
 def functional(
     words: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]…", help="In the image.")] = None,
     name: Name = "",
+    mount: Annotated[list[str] | None, typer.Option(help="SRC:DST[:ro], say a model's; may be repeated.")] = None,
+    env: Annotated[list[str] | None, typer.Option(help="NAME=value, or NAME to pass on the value it has here.")] = None,
     engine: Annotated[str, typer.Option(help="enroot, own, or auto: enroot where it is installed.")] = "auto",
+    other: Annotated[
+        Path | None, typer.Option("--from", help="Run nothing: take this release's result on another machine.")
+    ] = None,
 ) -> None:
     """Run the suite in a release's squashfs (the newest one's, if no name is given) and record the result.
 
     \b
     Examples: ./build.py functional
               ./build.py functional --name cpu recipes/grpo_cpu.yaml grpo.seed=7
+              ./build.py functional --name cuda --mount /models/Qwen3-0.6B:/model:ro policy.model_name=/model
+              ./build.py functional --name cuda --from release.tgz
     """
-    from kit.functional import newest_release, run_functional
+    from kit.functional import adopt_functional, newest_release, run_functional
 
+    name = name or newest_release()
+    if other is not None:
+        raise typer.Exit(adopt_functional(name, other))
     recipes = [word for word in words or [] if "=" not in word]
     overrides = [word for word in words or [] if "=" in word]
-    raise typer.Exit(run_functional(name or newest_release(), recipes, overrides, engine))
+    raise typer.Exit(run_functional(name, recipes, overrides, mounts=mount or [], env=env or [], engine=engine))
 
 
 @app.command()

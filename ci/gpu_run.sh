@@ -14,8 +14,6 @@ carry=${CARRY:-.carry}
 work=${WORK:-/tmp/dynamo-rl}
 out=${OUT:-$PWD/gpu-out}
 recipe=${RECIPE:-functional/recipes/grpo_gpu.yaml}
-# FlashInfer is not among the parts; a COMMAND of your own gives its recipe this override too.
-no_flashinfer='policy.generation.vllm_cfg.env_vars={VLLM_USE_FLASHINFER_SAMPLER: "0"}'
 base_python=$(command -v "${BASE_PYTHON:-python3}")
 deadline_s=${DEADLINE_S:-480}
 run_id="gpu-run-$$-$(date +%s)"
@@ -90,7 +88,7 @@ print("trainer: python", sys.version.split()[0], "torch", torch.__version__, "tr
 
 run_suite() {
   export DYNAMO_VENV="$work/dynamo_venv" PATH="$work/trainer_venv/bin:$PATH" PYTHONUNBUFFERED=1
-  local -a command=(python -m functional.suite.cli run "$recipe" "$no_flashinfer" "$@" --out "$work/out")
+  local -a command=(python -m functional.suite.cli run "$recipe" "$@" --out "$work/out")
   if [ -n "${COMMAND:-}" ]; then
     command=(bash -c "$COMMAND")
   fi

@@ -30,7 +30,25 @@ if [ -n "$BUILD_DYNAMO" ]; then
   done
   [ -e /opt/dynamo_venv/bin/etcd ] || ln -s "$(command -v etcd)" /opt/dynamo_venv/bin/etcd
 fi
+
+# A CUDA toolkit out of the wheels' parts, where the base has none, for kernels that are built at run time (FlashInfer,
+# DeepGEMM, TileLang). The libraries' plain names are what a linker looks for.
+toolkit=$(echo /opt/dynamo_venv/lib/python3*/site-packages/nvidia/cu13)
+if [ -e "$toolkit/bin/nvcc" ] && [ ! -e /usr/local/cuda ]; then
+  mkdir -p /usr/local/cuda/lib64
+  ln -s "$toolkit/bin" "$toolkit/include" "$toolkit/nvvm" /usr/local/cuda/
+  for library in "$toolkit"/lib/*.so.*; do
+    ln -s "$library" "/usr/local/cuda/lib64/$(basename "${library%%.so.*}").so"
+  done
+fi
+
 rm -rf "$UV_CACHE_DIR" /tmp/uv /tmp/lock.txt
+
+for site in /opt/*_venv/lib/python3*/site-packages; do
+  grep -v -e '^#' -e '^$' /mnt/left-out.txt | while read -r path; do
+    find "$site" -path "$site/$path" -prune -exec rm -rf {} +
+  done
+done
 sh /mnt/forget-fetch-times.sh
 
 python3 /mnt/compile_bytecode.py /opt/*_venv/lib

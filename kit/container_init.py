@@ -1,8 +1,8 @@
 """The first process of a container: sets up its file system, starts the command, reaps, and returns its exit status.
 
-Runs as a program of its own in fresh mount, PID, IPC and UTS namespaces (see kit/run.py), on the standard library
-alone. Every mount lies in the private mount namespace, and this process ends as soon as the pipe from the runner
-closes, so the kernel undoes everything, however the runner ends.
+Runs in fresh mount, PID, IPC and UTS namespaces (see kit/run.py), on the standard library and kit/gpus.py alone. Every
+mount lies in the private mount namespace, and this process ends as soon as the pipe from the runner closes, so the
+kernel undoes everything, however the runner ends.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, TypedDict
 
+from kit.gpus import Access, GpuError, gpu_access
+
 # From <sys/mount.h> and <linux/sockios.h>.
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC = 1, 2, 4, 8, 32, 4096, 16384
 MNT_DETACH = 2
@@ -32,7 +34,8 @@ SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 SETUP_FAILED = 125
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 REFERENCE = rf"\$\{{({VARIABLE})\}}"  # what enroot replaces by the caller's variable
-DEVICES = re.compile(r"null|zero|full|random|urandom|tty|fuse|nvidia.*|gdrdrv|infiniband")
+DEVICES = re.compile(r"null|zero|full|random|urandom|tty|fuse|gdrdrv|infiniband")
+LDCONFIG = "/sbin/ldconfig"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ISOLATED_HOSTNAME = "container"
 
@@ -65,7 +68,7 @@ def main() -> NoReturn:
             raise_loopback()
         enter_root(spec)
         command = start_command(spec)  # held to the end: see there
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+    except (OSError, ValueError, GpuError, subprocess.CalledProcessError) as error:
         os.write(report, reason(error).encode())
         os._exit(SETUP_FAILED)
     threading.Thread(target=pass_signals_on, args=(control, command.pid), daemon=True).start()
@@ -83,9 +86,12 @@ def enter_root(spec: Spec) -> None:
     subprocess.run(loop, check=True, capture_output=True, text=True)
     mount("overlay", "root", "overlay", MS_NODEV, "lowerdir=lower,upperdir=upper,workdir=work")
 
+    caller = {**os.environ, **spec["env"]}
+    gpus = gpu_access(image_environment(Path("root/etc/environment")), caller, Path("root"))
     with held_paths() as host:
         devices = sorted(str(path) for path in Path("/dev").iterdir() if DEVICES.fullmatch(path.name))
-        binds = [Mount(source=device, target=device, read_only=False) for device in devices]
+        binds = [Mount(source=device, target=device, read_only=False) for device in [*devices, *gpus.devices]]
+        binds += [Mount(source=source, target=target, read_only=True) for source, target in gpus.read_only.items()]
         if spec["interactive"]:
             binds.append(Mount(source=os.ttyname(0), target="/dev/console", read_only=False))
         if spec["host_network"]:
@@ -106,6 +112,23 @@ def enter_root(spec: Spec) -> None:
             write_file(path, text)
     call("umount2", b".", MNT_DETACH)
     os.chdir("/")
+    if gpus.read_only:
+        register_libraries(gpus)
+
+
+def register_libraries(gpus: Access) -> None:
+    """Make the loader find the driver's libraries, under the names that programs load them by."""
+    if not Path(LDCONFIG).exists():
+        raise GpuError(
+            f"the image has no {LDCONFIG} to register the driver's libraries", "set NVIDIA_VISIBLE_DEVICES=void"
+        )
+    subprocess.run([LDCONFIG], check=True, capture_output=True, text=True)
+    for target in gpus.read_only.values():
+        # Some programs load `libcuda.so`, which ldconfig does not make.
+        if target.partition(".so.")[0].endswith("/libcuda"):
+            link = Path(target).with_name("libcuda.so")
+            link.unlink(missing_ok=True)
+            link.symlink_to("libcuda.so.1")
 
 
 def make_system_mounts(*, fresh_sys: bool) -> None:
@@ -261,7 +284,3 @@ def call(name: str, *arguments: bytes | int, about: str = "") -> None:
     if getattr(libc, name)(*words) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name} failed, {os.strerror(number)}", about or None)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import shutil
+import tarfile
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
+from kit.container_init import Mount
 from kit.errors import KitError, UsageError
 from kit.files import sha256_of
-from kit.layout import REPO, Release, only_run, release
+from kit.layout import REPO, Release, only_run, release, scratch_folder
 from kit.record import FunctionalSection, Record, add_section, read_record
 from kit.report import read_report
-from kit.run import Container, Ended, check_squashfs, run_container
+from kit.run import Container, Ended, check_squashfs, parse_env, parse_mount, run_container
 from kit.steps import say
 
 COMMAND = ("uv", "run", "bash", "tests/functional/grpo_dynamo.sh")
 RESULTS = "/results"  # in the container
 STOP_WITHIN_S = 60.0
+OF_THE_IMAGE = {
+    ("/",),
+    *(("/", name) for name in ("bin", "etc", "lib", "lib64", "opt", "results", "root", "sbin", "usr")),
+}
 WORK_PREFIX = ".functional-"
 
 
@@ -31,7 +37,15 @@ class Counts:
     skipped: int
 
 
-def run_functional(name: str, recipes: Sequence[str] = (), overrides: Sequence[str] = (), engine: str = "auto") -> int:
+def run_functional(
+    name: str,
+    recipes: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    *,
+    mounts: Sequence[str] = (),
+    env: Sequence[str] = (),
+    engine: str = "auto",
+) -> int:
     """Run the suite in `dist/<name>/<name>.sqsh`; its files go to `dist/<name>/functional`. The answer is its status.
 
     A run that reached its report replaces the earlier one, passed or not. One that did not, or was interrupted, is
@@ -39,6 +53,13 @@ def run_functional(name: str, recipes: Sequence[str] = (), overrides: Sequence[s
     """
     if len(recipes) > 1:
         raise UsageError(f"two recipes: {' and '.join(recipes)}", "name one; settings are written key=value")
+    asked = [parse_mount(text) for text in mounts]
+    for mount in asked:
+        if PurePosixPath(mount["target"]).parts[:2] in OF_THE_IMAGE:
+            raise UsageError(
+                f"a mount over {mount['target']} would change the image that is proved", "mount it elsewhere, say /data"
+            )
+    variables = parse_env(env)
     made = release(name)
     with only_run(f"functional-{name}"):
         record = _checked_release(made)
@@ -47,7 +68,7 @@ def run_functional(name: str, recipes: Sequence[str] = (), overrides: Sequence[s
         results = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=made.folder))
         try:
             say(f"running the suite in {made.sqsh.name}; its log goes to {made.functional}/logs at the end")
-            ended = run_container(_container(made, results, recipes, overrides), engine)
+            ended = run_container(_container(made, results, recipes, overrides, asked, variables), engine)
             if why := _unfit(ended, results):
                 _move(results, _incomplete(made))
                 raise KitError(why, f"what the suite wrote is in {_incomplete(made)}; earlier results stay")
@@ -58,6 +79,39 @@ def run_functional(name: str, recipes: Sequence[str] = (), overrides: Sequence[s
             shutil.rmtree(results, ignore_errors=True)
         say(f"suite {section.status}: {section.passed} passed, {section.failed} failed, {section.skipped} skipped")
         return ended.status
+
+
+def adopt_functional(name: str, other: Path) -> int:
+    """Take the result of a run of this very squashfs on another machine, from its release folder or a .tgz of it.
+
+    The answer is the status of that run's suite, as of a run here.
+    """
+    made = release(name)
+    with only_run(f"functional-{name}"), scratch_folder("functional") as scratch:
+        record = _checked_release(made)
+        folder = _unpacked(other, scratch) if other.is_file() else other
+        theirs = read_record(folder / made.record.name)
+        if theirs.functional is None:
+            raise KitError(f"{other} has no result of the suite", "run it there: ./build.py functional")
+        if (theirs.image.digest, theirs.sqsh) != (record.image.digest, record.sqsh):
+            raise KitError(f"{other} is of another squashfs than {made.sqsh}", "carry this one there, and run it again")
+        results = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=made.folder))
+        try:
+            shutil.copytree(folder / made.functional.name, results, dirs_exist_ok=True)
+            status = {"passed": 0, "failed": 1, "error": 2}[theirs.functional.status]
+            if why := _unfit(Ended(status, interrupted=False), results):
+                raise KitError(f"{other}: {why}", "run it there again")
+            section = _section(record, results, made, status)
+            if section.model_dump(exclude={"time"}) != theirs.functional.model_dump(exclude={"time"}):
+                raise KitError(f"{other}: the report is not the one that its record names", "bring it again")
+            if read_report(results / "report.json").image_digest != record.image.digest:
+                raise KitError(f"{other}: the report is of another image", "run it there again")
+            _move(results, made.functional)
+            add_section(made.record, theirs.functional, replace=True)
+        finally:
+            shutil.rmtree(results, ignore_errors=True)
+    say(f"suite {section.status} there: {section.passed} passed, {section.failed} failed, {section.skipped} skipped")
+    return status
 
 
 def newest_release() -> str:
@@ -91,12 +145,28 @@ def _checked_release(made: Release) -> Record:
     return record
 
 
-def _container(made: Release, results: Path, recipes: Sequence[str], overrides: Sequence[str]) -> Container:
+def _unpacked(archive: Path, scratch: Path) -> Path:
+    try:
+        with tarfile.open(archive) as file:
+            file.extractall(scratch, filter="data")
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise KitError(f"{archive} is no whole archive ({error})", "bring it again") from None
+    return scratch
+
+
+def _container(
+    made: Release,
+    results: Path,
+    recipes: Sequence[str],
+    overrides: Sequence[str],
+    mounts: Sequence[Mount],
+    env: Mapping[str, str],
+) -> Container:
     return Container(
         squashfs=made.sqsh,
         command=[*COMMAND, *overrides],
-        mounts=[{"source": str(results), "target": RESULTS, "read_only": False}],
-        env={"FUNCTIONAL_OUT": RESULTS, **({"RECIPE": recipes[0]} if recipes else {})},
+        mounts=[*mounts, {"source": str(results), "target": RESULTS, "read_only": False}],
+        env={**env, "FUNCTIONAL_OUT": RESULTS, **({"RECIPE": recipes[0]} if recipes else {})},
         host_network=False,
         terminal=False,
         stop_within_s=STOP_WITHIN_S,

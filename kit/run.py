@@ -26,9 +26,10 @@ from types import FrameType
 
 from kit.container_init import SETUP_FAILED, VARIABLE, Mount, Spec
 from kit.errors import KitError, UsageError
-from kit.layout import state_dir
+from kit.layout import REPO, state_dir
 
-INIT = Path(__file__).with_name("container_init.py")
+# Under -I no folder of ours is searched for modules.
+INIT = "import sys; sys.path.append(sys.argv.pop(1)); from kit.container_init import main; main()"
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
 SQUASHFS_MAGIC = b"hsqs"
@@ -167,7 +168,7 @@ def _init_command(spec: Spec, *handles: int) -> list[str]:
         *([] if spec["host_network"] else ["--net"]),
         "--fork",
         "--kill-child",  # should unshare itself be killed
-        sys.executable, "-I", "-S", str(INIT), *(str(handle) for handle in handles),
+        sys.executable, "-I", "-S", "-c", INIT, str(REPO), *(str(handle) for handle in handles),
     ]  # fmt: skip
 
 

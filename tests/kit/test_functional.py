@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,65 @@ class TestFunctional:
 
     def test_two_recipes(self, kit: Kit, made: Path) -> None:
         assert kit("functional", "a.yaml", "b.yaml").returncode == 2
+
+    def test_a_mount_and_a_variable(self, kit: Kit, made: Path) -> None:
+        (kit.root / "data").mkdir()
+        mount = f"{kit.root}/data:/results/logs/net:ro"
+        refused(kit("functional", "--mount", mount), 2, "a mount over /results/logs/net would change the image")
+        refused(kit("functional", "--mount", f"{kit.root}/data:/opt/x"), 2, "mount it elsewhere, say /data")
+        finished = kit("functional", "--engine", "own", "--mount", f"{kit.root}/data:/data", "--env", "RECIPE=mine")
+        assert finished.returncode == 0, finished.stderr
+        assert "recipe=mine" in (made / "functional/words").read_text()
+
+    def test_the_result_of_another_machine(self, kit: Kit, made: Path) -> None:
+        """ci/gpu_release.sh on two copies of the kit: what it carries and brings is a release's squashfs and result."""
+        there = kit.root.with_name("there")
+        for root in (kit.root, there):
+            shutil.copytree(REPO / "ci", root / "ci")
+            if root is there:
+                for package in ("kit", "sqsh"):
+                    shutil.copytree(kit.root / package, there / package)
+                shutil.copy(kit.root / "build.py", there)
+        (kit.root / ".venv/bin").mkdir(parents=True)
+        (kit.root / ".venv/bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (kit.root / ".venv/bin/python").chmod(0o755)
+
+        def step(root: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+            settings = {"NAME": "tiny", "PYTHON": sys.executable, "STORE": str(there / "store"), "PART_BYTES": "700000"}
+            paths = {"KIT_STATE": str(root / "state"), "OUT": str(there / "out"), "UV": str(REPO / ".state/uv/bin/uv")}
+            settings |= {**paths, "THEIR_PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}"}
+            command = ["bash", "ci/gpu_release.sh", *map(str, words)]
+            environment = {**kit.env, **settings}
+            shutil.copytree(REPO / "lockfiles", root / "lockfiles", dirs_exist_ok=True)
+            return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+
+        finished = step(kit.root, "pack")
+        assert finished.returncode == 0, finished.stderr
+        parts = sorted((kit.root / ".carry").glob("part???"))
+        assert len(parts) >= 3
+        for part in parts[:-1]:
+            assert step(there, "take", part).returncode == 0
+        refused(step(there, "run"), 2, f"not in {there / 'store'}: {parts[-1].name}: carry them")
+        whole = (parts[-1] / parts[-1].name).read_bytes()
+        (parts[-1] / parts[-1].name).write_bytes(whole[:-1])
+        assert "is damaged: carry it again" in step(there, "take", parts[-1]).stderr
+        (parts[-1] / parts[-1].name).write_bytes(whole)
+        assert step(there, "take", parts[-1]).returncode == 0
+        finished = step(there, "run")
+        assert finished.returncode == 0, finished.stderr
+        assert step(there, "run", "failing").returncode == 1  # again, on what is joined already
+        assert step(kit.root, "bring", there / "out/release.tgz").returncode == 1
+        section = functional(made)
+        assert section is not None
+        assert [section[key] for key in ("status", "passed", "failed", "skipped")] == ["failed", 2, 2, 1]
+        assert kit("verify", "tiny").returncode == 0
+
+        report = there / "dist/tiny/functional/report.json"
+        report.write_text(report.read_text().replace("ended early", "never mind"))
+        refused(
+            kit("functional", "--name", "tiny", "--from", there / "dist/tiny"), 1, "not the one that its record names"
+        )
+        assert functional(made) == section
 
 
 def failures(kit: Kit) -> dict[tuple[str, str], str]:

@@ -22,13 +22,13 @@ from functional.runtime.recipe.environment import (
     SHARED_GPU,
     WorkerSite,
     control_plane_variables,
-    default_threads,
     frontend_variables,
     inherited_environment,
     is_inherited,
     left_out,
     parser_environment,
     program_environment,
+    worker_defaults,
     worker_variables,
 )
 from functional.runtime.recipe.model import FrontendArgs, Recipe
@@ -183,9 +183,9 @@ def test_a_workers_variables_on_each_device():
 
 def test_threads_are_divided_among_engines_on_cpu_only(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    assert default_threads("cpu", 2) == {"OMP_NUM_THREADS": "2"}
-    assert default_threads("cpu", 8) == {"OMP_NUM_THREADS": "1"}
-    assert default_threads("cuda", 2) == {}
+    assert worker_defaults("cpu", 2) == {"OMP_NUM_THREADS": "2"}
+    assert worker_defaults("cpu", 8) == {"OMP_NUM_THREADS": "1"}
+    assert worker_defaults("cuda", 2) == {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 def test_parsers_are_quiet_unless_the_caller_or_the_recipe_says_otherwise(monkeypatch):

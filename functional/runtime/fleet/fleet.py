@@ -16,11 +16,11 @@ from functional.runtime.fleet.worker import Worker, WorkerAddress, WorkerOwner
 from functional.runtime.recipe.argv import SERVED_MODEL, frontend_arguments
 from functional.runtime.recipe.environment import (
     control_plane_variables,
-    default_threads,
     frontend_variables,
     inherited_environment,
     left_out,
     program_environment,
+    worker_defaults,
 )
 
 POLL_INTERVAL_S = 0.25  # each poll of an unready worker is a line in its log
@@ -61,7 +61,7 @@ class Fleet:
         inherited = inherited_environment()
         control_plane = self._start_control_plane(inherited, deadline)
         self.phases["control plane"] = time.monotonic() - began
-        inherited = default_threads(self.settings.recipe.cluster.device, len(self._placements)) | inherited
+        inherited = worker_defaults(self.settings.recipe.cluster.device, len(self._placements)) | inherited
         owner_class: Any = WorkerOwner
         for index, placement in enumerate(self._placements):
             options = {"placement_group": placement, "num_gpus": placement.bundle_specs[0]["GPU"]}

@@ -167,12 +167,16 @@ def frontend_variables(arguments: FrontendArgs, stream_port: int, system_port: i
     }
 
 
-def default_threads(device: str, workers: int) -> dict[str, str]:
-    """Threads of an engine on CPU, where neither caller nor recipe says: the cores divided among the workers.
+def worker_defaults(device: str, workers: int) -> dict[str, str]:
+    """What an engine gets where neither caller nor recipe says otherwise.
 
-    Engines that together have more threads than cores wait for each other.
+    On CPU its threads: the cores divided among the workers, as engines that together have more threads than cores wait
+    for each other. On a GPU no FlashInfer sampler: vLLM samples with it only where no log-probs are asked for, which
+    rollouts always are, but would compile it at the start.
     """
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers))} if device == "cpu" else {}
+    if device == "cpu":
+        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers))}
+    return {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 def parser_environment(device: str, env_vars: Mapping[str, str]) -> dict[str, str]:
