@@ -3,6 +3,7 @@
 `explore` drives a scenario down every sequence of outcomes with at most so many faults.
 """
 
+import json
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from functional.engine.errors import NOT_PROVED
 from functional.engine.proof import Proof, TensorProof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.errors import RefitError, RolloutError, RunError
-from functional.runtime.fleet.control import ControlError, WorkerLostError
+from functional.runtime.fleet.control import ControlError, WorkerLostError, rpc_body
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import State
 from functional.runtime.refit.parts import SourceLostError
@@ -227,10 +228,13 @@ class FakeControl:
         return answer
 
     def engine_rpc(self, method: str, weight_version: str, timeout_s: float | None = None, **arguments) -> None:
-        if not self.engine.paused and not arguments.pop("allow_unpaused", False) and not self.engine.end:
+        self.send_rpc(method, rpc_body(method, weight_version, **arguments), timeout_s)
+
+    def send_rpc(self, method: str, body: bytes, timeout_s: float | None = None) -> None:
+        sent = json.loads(body)
+        if not self.engine.paused and not sent.pop("allow_unpaused", False) and not self.engine.end:
             raise ControlError(f"worker {self.index}: must be paused")
-        body = {"engine_rpc": method, "weight_version": weight_version, **arguments}
-        self.call(UPDATE, body, timeout_s)
+        self.call(UPDATE, sent, timeout_s)
 
     def act(self, what: str, body, outcome: str):
         engine, world = self.engine, self.world

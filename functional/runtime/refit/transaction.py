@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from functional.engine.errors import NOT_PROVED
 from functional.engine.wire import Manifest
 from functional.runtime.errors import InterruptedRunError, RefitError, RunError
-from functional.runtime.fleet.control import ControlError, WorkerLostError
+from functional.runtime.fleet.control import ControlError, WorkerLostError, rpc_body
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import Event, RefitMachine, State, Transition
 from functional.runtime.refit.parts import (
@@ -151,10 +151,11 @@ class FleetRefit:
         Returns the refusal of the first worker that answers. Raises RefitError if it accepts, which would make every
         proof worthless, or if none answers.
         """
-        expected, silent = self._source.proof(version).as_dict(), []
+        proof, silent = self._source.proof(version), []
+        prove = self._rpc("prove_weights", expected=proof.as_dict(), allow_unpaused=True)
         for worker in self.workers:
             try:
-                self._rpc(worker, "prove_weights", expected=expected, allow_unpaused=True)
+                prove(worker)
             except RunError as refusal:
                 if NOT_PROVED in str(refusal):
                     return str(refusal)
@@ -258,18 +259,17 @@ class FleetRefit:
             with self._step("form group", result):
                 self._form_group()
         with self._step("start", result):
-            self._on_all(lambda w: self._rpc(w, "reset_reload"))
-            self._on_all(lambda w: self._rpc(w, "start_weight_update", is_checkpoint_format=True))
+            self._on_all(self._rpc("reset_reload"))
+            self._on_all(self._rpc("start_weight_update", is_checkpoint_format=True))
         with self._step("transfer", result):
             self._transfer()
         with self._step("finish", result):
-            self._on_all(lambda w: self._rpc(w, "finish_weight_update"))
+            self._on_all(self._rpc("finish_weight_update"))
 
     def _prove(self, result: RefitResult) -> None:
         with self._step("prove", result):
             proof = self._source.proof(self._target)
-            expected = proof.as_dict()
-            self._on_all(lambda w: self._rpc(w, "prove_weights", expected=expected))
+            self._on_all(self._rpc("prove_weights", expected=proof.as_dict()))
             result.proved = len(proof.tensors)
 
     def _clear(self, result: RefitResult) -> None:
@@ -312,10 +312,11 @@ class FleetRefit:
             raise errors[0]
         return [future.result() for future in futures]
 
-    def _rpc(self, worker: Worker, method: str, **arguments: Any) -> None:
-        """Run a method of the worker's extension under the version label it has: only the commit changes that."""
+    def _rpc(self, method: str, timeout_s: float | None = None, **arguments: Any) -> Callable[[Worker], None]:
+        """Runs a method of a worker's extension under the version label it has: only the commit changes that."""
         label = "unproved" if self.version is None else str(self.version)
-        worker.control.engine_rpc(method, label, **arguments)
+        body = rpc_body(method, label, **arguments)  # large, and the same for all
+        return lambda worker: worker.control.send_rpc(method, body, timeout_s)
 
     def _warm(self) -> None:
         """Have the probe's first prompt cached while rollouts still run; `_see_cache` tells whether it was."""
@@ -366,7 +367,7 @@ class FleetRefit:
         update_info = {**self._manifest.info(), "timeout_s": self._timeout_s}
         patience_s = self._timeout_s + GRACE_S
         sent = self._pool.submit(self._source.send, self._target)
-        self._beside(sent, lambda w: self._rpc(w, "update_weights", update_info=update_info, timeout_s=patience_s))
+        self._beside(sent, self._rpc("update_weights", patience_s, update_info=update_info))
         sent.result()
 
     def _beside(self, own: "Future[Any]", action: Callable[[Worker], None]) -> None:
