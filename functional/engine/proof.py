@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class Proof:
         """For JSON."""
         return {
             "key": None if self.key is None else self.key.hex(),
-            "tensors": {name: asdict(tensor) for name, tensor in self.tensors.items()},
+            "tensors": {name: vars(tensor) for name, tensor in self.tensors.items()},
         }
 
 
