@@ -55,7 +55,7 @@ class Trainer:
         self._copy = HostCopy(self._policy.weights)
         self._kept: int | None = None
         self._foreseen = Foreseen(self._policy)
-        self._origin: dict[str, torch.Tensor] = {}
+        self._origin: HostCopy | None = None
         self._weights = FaultyWeights(
             self._layout,
             self._tensors,
@@ -111,11 +111,14 @@ class Trainer:
         Returns the seconds that the snapshot was waited for, and that scoring what a probe may sample took.
         """
         figures = self._await_copy()
-        self._origin = self._origin or self._policy.snapshot()
+        if self._origin is None:
+            self._origin = HostCopy(self._policy.weights)
+            self._origin.begin()
+            self._origin.wait()
         device = self._policy.device
         generator = torch.Generator(device).manual_seed(version)
         moved = {}
-        for name, tensor in self._origin.items():
+        for name, tensor in self._origin.tensors.items():
             own = tensor.to(device).float()
             noise = torch.randn(own.shape, generator=generator, device=device)
             moved[name] = (own + NUDGE * own.std() * noise).to(tensor.dtype)

@@ -87,6 +87,14 @@ def test_the_hash_is_that_of_the_bytes_wherever_they_are(device: str, monkeypatc
         assert prove_tensor(tensor.to(device)).digest == content
 
 
+def test_tensors_of_the_host_go_to_a_gpu_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_COPIED_BYTES", 100)
+    parameters = [[torch.zeros(size, dtype=torch.uint8)] for size in (60, 30, 20, 500, 0, 1)]
+    gpu, cpu = torch.device("cuda:0"), torch.device("cpu")
+    assert [*proof._groups(parameters, gpu)] == [(gpu, [0, 1, 2]), (gpu, [3]), (gpu, [4, 5])]
+    assert [*proof._groups(parameters, None)] == [*proof._groups(parameters, cpu)] == [(cpu, [0, 1, 2, 3, 4, 5])]
+
+
 def test_differences_name_three_and_count_all() -> None:
     right = TensorProof("bfloat16", (2,), 4, "a" * 64)
     expected = {f"t{index}": right for index in range(5)}

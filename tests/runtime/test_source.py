@@ -10,7 +10,7 @@ import torch
 from functional.engine.gloo import GlooGroup
 from functional.engine.group import join_store
 from functional.engine.proof import prove_all
-from functional.engine.wire import Manifest, receive
+from functional.engine.wire import Manifest, exchange, receive
 from functional.runtime.errors import RefitError
 from functional.runtime.refit import names
 from functional.runtime.refit.source import LocalWeights
@@ -45,16 +45,17 @@ class Trainer:
 class Receiver(threading.Thread):
     """The one worker: receives what is announced."""
 
-    def __init__(self, source, manifest):
+    def __init__(self, source, manifest, part=None):
         super().__init__(daemon=True)
         self.port, self.manifest, self.got = source.listen("127.0.0.1"), manifest, {}
+        self.part = part or (lambda group, manifest, timeout_s: receive(group, manifest, self.load, timeout_s))
         self.start()
         source.connect("127.0.0.1", self.port, 2)
 
     def run(self):
         group = GlooGroup(join_store("127.0.0.1", self.port, DEADLINE_S), 1, 2, "127.0.0.1")
         group.form(DEADLINE_S)
-        receive(group, self.manifest, self.load, DEADLINE_S)
+        self.part(group, self.manifest, DEADLINE_S)
         group.close()
 
     def load(self, tensors):
@@ -122,6 +123,23 @@ def test_an_abort_ends_a_proof_that_still_hashes(slow):
         trainer.source.proof(7)
     assert time.monotonic() - began < DEADLINE_S
     receiver.join(DEADLINE_S)
+
+
+def test_an_exchange_moves_as_many_bytes_and_no_tensor(monkeypatch):
+    moved, start = [], GlooGroup.start
+
+    def counted(group, buffer):
+        moved.append(len(buffer))
+        return start(group, buffer)
+
+    monkeypatch.setattr(GlooGroup, "start", counted)
+    trainer = Trainer()
+    receiver = Receiver(trainer.source, trainer.source.metadata(7), exchange)
+    trainer.source.exchange(7)
+    receiver.join(DEADLINE_S)
+    assert not receiver.is_alive()
+    assert sum(moved) == 2 * 2 * 11 * 3
+    assert trainer.passes == 0
 
 
 def test_without_a_group_nothing_is_sent():
