@@ -1,8 +1,8 @@
-"""The hash of `nh` on a GPU: one launch over a table of addresses, at the speed of the memory.
+"""The hash of `nh` on a GPU, at the speed of the memory: two launches over tables of addresses, whatever the model.
 
-A program hashes up to 256 blocks of one contiguous piece and adds their share of the polynomials to the parameter's
-sums. Whole tiles at addresses that are multiples of 16 are read in words, all else byte by byte. With
-TRITON_INTERPRET=1 the kernel runs on CPU, for tests.
+The first takes whole tiles of 32 blocks at addresses that are multiples of 16, and reads words; the second takes all
+else, and reads bytes. A program hashes up to 256 blocks of one contiguous piece, and adds their share of the polynomials
+to the parameter's sums. With TRITON_INTERPRET=1 the kernel runs on CPU, for tests.
 """
 
 import contextlib
@@ -45,7 +45,10 @@ class _Piece:
 
 
 class Table:
-    """Where the bytes of parameters are, each given as the parts that make it when joined; all of them on `device`."""
+    """Where the bytes of parameters are, each given as the parts that make it when joined; all of them on `device`.
+
+    Of a tensor that is not contiguous, and of parts that end within a block, a copy is made here.
+    """
 
     def __init__(self, parameters: Sequence[Sequence[Tensor]], device: torch.device) -> None:
         pieces = [piece for target, parts in enumerate(parameters) for piece in _pieces(target, parts)]
@@ -56,7 +59,7 @@ class Table:
         ]
 
     def digests(self, key: nh.Key) -> list[str]:
-        """Of each parameter, of what it holds now."""
+        """Of each parameter, as it is now."""
         halves = self.start(key).tolist()
         return [nh.as_text([(low + (high << 32)) % nh.P for low, high in zip(*both, strict=True)]) for both in halves]
 
