@@ -1,7 +1,7 @@
 """The hash of `nh` on a GPU, at the speed of the memory: two launches over tables of addresses, whatever the model.
 
 The first takes whole tiles of 32 blocks at addresses that are multiples of 16, and reads words; the second takes all
-else, and reads bytes. A program hashes up to 256 blocks of one contiguous piece, and adds their share of the polynomials
+else, and reads bytes. A program hashes up to 256 blocks of one contiguous piece, and adds their share of the polynomial
 to the parameter's sums. With TRITON_INTERPRET=1 the kernel runs on CPU, for tests.
 """
 
