@@ -8,6 +8,7 @@ after `attempts` failures the fleet goes back to the version before. Admission s
 when that fails too. docs/refit.md has the states as a diagram and the interface for a trainer.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -289,7 +290,13 @@ class FleetRefit:
     def _judge_probes(self, result: RefitResult) -> None:
         with self._step("probe", result):
             first = self._on_all(lambda worker: self._probe(worker, 0))
-            seen = [self._judge(*pair) for pair in zip(self.workers, first, strict=True)]
+            for worker, completions in zip(self.workers, first, strict=True):
+                if cached := cached_tokens(completions):
+                    raise RefitError(
+                        f"worker {worker.index}: {cached} cached tokens on the probe after the clear: "
+                        "the cache was not cleared"
+                    )
+            seen = [self._judge(*sight) for sight in zip(self.workers, self._sight(self.workers, first), strict=True)]
             result.probes += [verdict for verdict, _ in seen]
             for _, sightings in seen:
                 self._noise.learn(sightings)
@@ -380,36 +387,39 @@ class FleetRefit:
                 raise cause from error
             raise
 
-    def _judge(self, worker: Worker, completions: Sequence[Completion]) -> tuple[ProbeVerdict, list[Sighting]]:
+    def _judge(self, worker: Worker, first: list[Sighting]) -> tuple[ProbeVerdict, list[Sighting]]:
         """The verdict on a worker, and the tokens it rests on."""
-        cached = cached_tokens(completions)
-        if cached:
-            raise RefitError(
-                f"worker {worker.index}: {cached} cached tokens on the probe after the clear: the cache was not cleared"
-            )
-        first = self._sight(worker, completions)
         reading, sightings = judge(
-            first, lambda number: self._sight(worker, self._probe(worker, number)), self._noise, len(self.workers)
+            first,
+            lambda number: self._sight([worker], [self._probe(worker, number)])[0],
+            self._noise,
+            len(self.workers),
         )
         if reading.finding is Finding.OTHER:
             raise RefitError(
                 f"worker {worker.index}: the probe fits the other version ({reading.previous:.4f} nats) better than "
                 f"the new one ({reading.current:.4f} nats), {reading.tokens} tokens, z {reading.votes:.1f}"
             )
-        return ProbeVerdict(worker.index, reading, self._warmed[worker.instance_id], cached), sightings
+        return ProbeVerdict(worker.index, reading, self._warmed[worker.instance_id], 0), sightings
 
-    def _sight(self, worker: Worker, completions: Sequence[Completion]) -> list[Sighting]:
-        for completion in completions:
-            if completion.problem:
-                raise RefitError(f"worker {worker.index}: probe after the update: {completion.problem}")
-        score = self._source.score(self._target, completions)
-        engine = [value for completion in completions for value in completion.logprobs]
-        other = score.previous if score.previous is not None else [None] * len(engine)
-        sightings = [Sighting(*values) for values in zip(engine, score.current, other, strict=True)]
-        if not all(sighting.is_finite for sighting in sightings):
-            raise RefitError(
-                f"worker {worker.index}: a log-prob of the probe is not finite in the engine or the trainer"
-            )
+    def _sight(self, workers: Sequence[Worker], answers: Sequence[Sequence[Completion]]) -> list[list[Sighting]]:
+        """Each worker's tokens, scored in one call of the trainer. Raises RefitError for an answer that is none."""
+        for worker, completions in zip(workers, answers, strict=True):
+            for completion in completions:
+                if completion.problem:
+                    raise RefitError(f"worker {worker.index}: probe after the update: {completion.problem}")
+        score = self._source.score(self._target, [completion for own in answers for completion in own])
+        engine = [[value for completion in own for value in completion.logprobs] for own in answers]
+        other = score.previous if score.previous is not None else [None] * len(score.current)
+        scored = zip((value for own in engine for value in own), score.current, other, strict=True)
+        sightings = [[Sighting(*values) for values in itertools.islice(scored, len(own))] for own in engine]
+        if next(scored, None) is not None:
+            raise RefitError(f"trainer: {len(score.current)} scores for {sum(map(len, engine))} tokens")
+        for worker, seen in zip(workers, sightings, strict=True):
+            if not all(sighting.is_finite for sighting in seen):
+                raise RefitError(
+                    f"worker {worker.index}: a log-prob of the probe is not finite in the engine or the trainer"
+                )
         return sightings
 
 
