@@ -4,6 +4,7 @@ Reached through Dynamo's `update_weights_from_distributed` with `engine_rpc` set
 what a method returns, so every check here answers by raising.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from functional.engine import cpu_proof, nh
 from functional.engine.proof import Proof, TensorProof, differences, prove_all, refuse
+from functional.engine.transports import PROOF_VARIABLE
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -78,10 +80,11 @@ class WorkerExtension:
 def _remember_buffers(worker: WorkerExtension) -> None:
     """Buffers (rotary tables, scales) are no part of a checkpoint: a refit must leave them as they were loaded.
 
-    Both hashes are made here; the key is told to nobody.
+    Both hashes are made here; their key is told to nobody.
     """
     if not hasattr(worker, "_loaded_buffers"):
-        key = nh.Key.draw() if worker.device.type == "cuda" else None
+        on_device = worker.device.type == "cuda" and os.environ.get(PROOF_VARIABLE) != "sha256"
+        key = nh.Key.draw() if on_device else None
         worker._loaded_buffers = Proof(key, _buffer_proofs(worker.model_runner.model, key))
 
 
