@@ -56,10 +56,10 @@ INTRODUCTION = """## Refit at scale
 
 Made by `make bench BENCH=refit-scale`: the real transaction against simulated workers, each a real HTTP server on
 loopback that answers at once, with the manifest and the proof of a Qwen3-8B. {processors} processors, which the servers
-share. Milliseconds: of the driver's processor time, a worker; and wall time of the whole update.
+share. Milliseconds, medians: of the driver's processor time, a worker; and wall time of the whole update.
 
-| workers | control calls | with the probe's requests | wall, control | wall, all |
-|---:|---:|---:|---:|---:|"""
+| workers | control calls | with the probe's requests | wall, control | wall, all | updates counted |
+|---:|---:|---:|---:|---:|---:|"""
 
 
 def page(rows: list[dict[str, Any]]) -> list[str]:
@@ -67,7 +67,8 @@ def page(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         count = row["workers"]
         cells = [row["control_cpu_s"] / count, row["all_cpu_s"] / count, row["control_wall_s"], row["all_wall_s"]]
-        lines.append(f"| {count} | " + " | ".join(f"{cell * 1000:.2f}" for cell in cells) + " |")
+        updates = f"{row['control_updates']}, {row['all_updates']}"
+        lines.append(f"| {count} | " + " | ".join(f"{cell * 1000:.2f}" for cell in cells) + " | " + updates + " |")
     held = all(row["control_cpu_s"] / row["workers"] <= TARGET_S for row in rows)
     lines += ["", f"Target: at most {TARGET_S * 1000:g} ms of control calls a worker: {'met' if held else 'missed'}."]
     lines += [

@@ -30,7 +30,9 @@ from functional.runtime.rollout.client import Completion, RolloutClient, Samplin
 from functional.runtime.rollout.gate import AdmissionGate
 
 WORKERS = (1, 8, 64, 256)
-REPEATS, PROBED_REPEATS = 10, 3
+REPEATS = 10
+PROBED = 24
+"""Workers' probes that are counted in all, beyond which one update is: each takes some ten requests."""
 TIMEOUT_S = 60.0
 PROMPT_TOKENS = 33
 
@@ -106,10 +108,14 @@ def measure(count: int) -> dict[str, float]:
             return [one] * count  # type: ignore[list-item]
 
         row: dict[str, float] = {"workers": count}
-        for name, used, repeats in (("control", free_probe, REPEATS), ("all", probe, PROBED_REPEATS)):
+        for name, used, repeats in (
+            ("control", free_probe, REPEATS),
+            ("all", probe, min(REPEATS, max(1, PROBED // count))),
+        ):
             refit = FleetRefit(workers, AnsweringSource(), gate, used, address="127.0.0.1", timeout_s=TIMEOUT_S)
             refit.update(0)
             times = [timed(refit, version) for version in range(1, repeats + 1)]
+            row[f"{name}_updates"] = repeats
             row[f"{name}_cpu_s"] = statistics.median(cpu for cpu, _ in times)
             row[f"{name}_wall_s"] = statistics.median(wall for _, wall in times)
         return row
