@@ -129,6 +129,9 @@ def rows(results: list[dict[str, Any]], told: dict[str, str]) -> dict[str, list[
 def summary(results: list[dict[str, Any]]) -> dict[str, list[str]]:
     cells = {"bytes sent": [f"{result['about']['bytes'] / 1e9:.3f} GB" for result in results]}
     cells["proof"] = [result["about"]["proof"] for result in results]
+    cells["processors; load average of 5 minutes at the end"] = [
+        f"{result['about']['processors']}; {result['about']['load']:.1f}" for result in results
+    ]
     cells["rounds"] = [str(len(result["rows"][KIT])) for result in results]
     cells["**admission shut to open**, proof and probe included"] = [shut(result) for result in results]
     for way in results[0]["rows"]:

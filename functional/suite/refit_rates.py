@@ -6,6 +6,7 @@ Written to OUT/refit-rates.json; `python -m bench.refit --add` makes tables of i
 """
 
 import json
+import os
 import signal
 import statistics
 import sys
@@ -100,6 +101,8 @@ class RatesSession(Session):
             "device": device_name(recipe.cluster.device),
             "shared": recipe.cluster.share_gpu,
             "workers": len(parts.fleet.workers),
+            "processors": len(os.sched_getaffinity(0)),
+            "load": os.getloadavg()[1],
             "proof": recipe.proof,
             "enforce_eager": recipe.policy.generation.vllm_cfg.enforce_eager,
             "versions": self.report.versions["dynamo"],

@@ -31,7 +31,7 @@ def result(device: str, parameters: int, total: float) -> dict[str, Any]:
     about = {"parameters": parameters, "bytes": 2 * parameters, "device": device, "shared": False, "workers": 1}
     update = {"warm probe": 0.01, "transfer": total / 2, "prove": total / 4, "shut": total - 0.01, "total": total}
     return {
-        "about": {**about, "proof": "nh"},
+        "about": {**about, "proof": "nh", "processors": 2, "load": 0.5},
         "rows": {
             "update": [update] * 3,
             "protocol": [{"total": total / 2}] * 3,
