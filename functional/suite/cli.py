@@ -107,6 +107,19 @@ def probe_rates(
     raise typer.Exit(run_module("functional.suite.probe_rates", recipe, out, *(overrides or [])))
 
 
+@app.command("refit-rates")
+def refit_rates(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for refit-rates.json and the report.")] = Path("functional-rates"),
+) -> None:
+    """Measure the phases of an update beside vLLM's own protocol and a bare broadcast of the same bytes.
+
+    Example: functional refit-rates recipes/grpo_cpu.yaml --out /tmp/rates
+    """
+    raise typer.Exit(run_module("functional.suite.refit_rates", recipe, out, *(overrides or [])))
+
+
 @app.command("make-model")
 def make_model_command(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],

@@ -23,7 +23,7 @@ from functional.runtime.recipe.parser_check import EngineCheck
 from functional.runtime.recipe.rules import merge_stop_strings
 from functional.runtime.refit.machine import Event, State, Transition
 from functional.runtime.refit.parts import Probe, RefitResult
-from functional.runtime.refit.probe import probe_prompts
+from functional.runtime.refit.probe import PROMPTS, probe_prompts
 from functional.runtime.refit.transaction import FleetRefit
 from functional.runtime.rollout.client import Completion, RolloutClient, Sampling
 from functional.runtime.rollout.gate import AdmissionGate
@@ -193,8 +193,10 @@ class Session:
         probe_sampling = Sampling(1, generation.temperature, ignore_eos=True)
         instances = list(fleet.workers)
 
-        def probe(worker: Worker, round_number: int) -> list[Completion]:
-            prompts = probe_prompts(round_number, vocabulary, probe_length)
+        watched(fleet, trainer.foresee.remote(probe_prompts(0, vocabulary, probe_length)))
+
+        def probe(worker: Worker, round_number: int, count: int = PROMPTS) -> list[Completion]:
+            prompts = probe_prompts(round_number, vocabulary, probe_length)[:count]
             return asyncio.run(prober.complete_on(worker.instance_id, prompts, probe_sampling))
 
         def replace_lost(lost: Mapping[int, str]) -> list[Worker]:
@@ -261,8 +263,10 @@ class Session:
         self._keep_metrics(fleet)
 
     def _step(self, parts: Parts, step: int) -> None:
-        """Rollouts, and one optimizer step on them."""
+        """Rollouts, with the snapshot made beside them, and one optimizer step."""
+        kept = parts.trainer.keep.remote()
         batch = self._rollouts(parts, step)
+        watched(parts.fleet, kept)
         metrics = watched(parts.fleet, parts.trainer.train.remote(batch.samples(), step))
         self.report.steps.append(as_step(step, batch, metrics))
         parts.telemetry.write({f"train/{name}": value for name, value in metrics.items()}, step)
