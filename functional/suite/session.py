@@ -1,6 +1,5 @@
 """One run from bring-up to its last check: the fleet, the trainer, the recipe's steps, and what each is checked for."""
 
-import asyncio
 import json
 import os
 import signal
@@ -25,11 +24,13 @@ from functional.runtime.refit.machine import Event, State, Transition
 from functional.runtime.refit.parts import Probe, RefitResult
 from functional.runtime.refit.probe import probe_prompts
 from functional.runtime.refit.transaction import FleetRefit
-from functional.runtime.rollout.client import Completion, RolloutClient, Sampling
+from functional.runtime.rollout.client import Limits, RolloutClient
+from functional.runtime.rollout.completion import Completion, Sampling
 from functional.runtime.rollout.gate import AdmissionGate
 from functional.runtime.rollout.generation import generate
+from functional.runtime.rollout.pool import HttpPool
 from functional.runtime.rollout.records import RecordWriter, RolloutRecord
-from functional.runtime.rollout.requests import RequestJournal
+from functional.runtime.rollout.requests import RequestJournal, read_attempts
 from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import checks
 from functional.suite.batch import RolloutBatch, score
@@ -55,6 +56,7 @@ class Parts:
 
     fleet: Fleet
     trainer: Any
+    pool: HttpPool
     client: RolloutClient
     prober: RolloutClient
     probe: Probe
@@ -176,12 +178,18 @@ class Session:
         url = fleet.frontend.url
         if recipe.faults.break_connections:
             url = self._stack.enter_context(flaky_proxy(url, recipe.faults.break_connections, recipe.grpo.seed))
-        limits = (
-            model_config["vocab_size"],
-            generation.vllm_cfg.max_model_len,
+        limits = Limits(
+            vocab_size=model_config["vocab_size"],
+            max_model_len=generation.vllm_cfg.max_model_len,
+            token_bytes=max(len(text.encode()) for text in tokenizer.get_vocab()),
         )
-        client = RolloutClient(url, gate, *limits, generation.dynamo_cfg.request_timeout_s, journal)
-        prober = RolloutClient(fleet.frontend.url, gate, *limits, generation.dynamo_cfg.control_timeout_s, journal)
+        dynamo = generation.dynamo_cfg
+        pool = self._stack.enter_context(HttpPool())
+        served = recipe.policy.model_name
+        client = RolloutClient(
+            pool, url, served, gate, limits, dynamo.request_timeout_s, journal, dynamo.max_inflight_requests
+        )
+        prober = RolloutClient(pool, fleet.frontend.url, served, gate, limits, dynamo.control_timeout_s, journal)
         sampling = Sampling(
             generation.max_new_tokens,
             generation.temperature,
@@ -195,7 +203,7 @@ class Session:
 
         def probe(worker: Worker, round_number: int) -> list[Completion]:
             prompts = probe_prompts(round_number, vocabulary, probe_length)
-            return asyncio.run(prober.complete_on(worker.instance_id, prompts, probe_sampling))
+            return pool.run(prober.complete_on(worker.instance_id, prompts, probe_sampling))
 
         def replace_lost(lost: Mapping[int, str]) -> list[Worker]:
             workers = fleet.replace(lost)
@@ -226,6 +234,7 @@ class Session:
         return Parts(
             fleet=fleet,
             trainer=trainer,
+            pool=pool,
             client=client,
             prober=prober,
             probe=probe,
@@ -256,7 +265,8 @@ class Session:
         fleet.check_membership()
         parts.telemetry.poll()
         checks.check_telemetry(self.checks, parts.telemetry, len(parts.instances) - len(fleet.workers))
-        attempts = parts.journal.attempts
+        parts.journal.written().result()
+        attempts = read_attempts(self.out / "requests.jsonl")
         self.report.requests = checks.check_join(self.checks, attempts, fleet, self.out / "logs")
         self._keep_metrics(fleet)
 
@@ -285,7 +295,7 @@ class Session:
 
         def routed() -> Completion:
             time.sleep(EVENT_DELAY_S)  # cache events reach the router behind the answers
-            return asyncio.run(parts.prober.complete_all([prompt], sampling))[0]
+            return parts.pool.run(parts.prober.complete_all([prompt], sampling))[0]
 
         routed()
         warm = routed()
@@ -293,7 +303,7 @@ class Session:
         for worker in parts.fleet.workers:
             worker.control.call("flush_cache")
             # An engine tells of a clear with its next step.
-            asyncio.run(parts.prober.complete_on(worker.instance_id, [prompt[:4]], sampling))
+            parts.pool.run(parts.prober.complete_on(worker.instance_id, [prompt[:4]], sampling))
         checks.await_cleared(parts.fleet, cleared)
         checks.check_overlap(self.checks, warm, routed())
 
@@ -308,7 +318,7 @@ class Session:
         check_seeds(
             self.checks,
             parts.fleet.workers,
-            lambda worker: asyncio.run(parts.prober.complete_on(worker.instance_id, [prompt], sampling))[0],
+            lambda worker: parts.pool.run(parts.prober.complete_on(worker.instance_id, [prompt], sampling))[0],
         )
 
     def _keep_metrics(self, fleet: Fleet) -> None:

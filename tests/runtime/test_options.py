@@ -147,7 +147,7 @@ def test_shown_options_hold_no_secret(load):
 def test_managed_flags_are_refused_everywhere(load):
     """Each flag the runtime sets itself is one that neither `vllm_kwargs` nor `extra_cli_args` may hold."""
     refusal = options.refusal_of_extra({})
-    for word in argv._managed_flags("gloo", PLACE):
+    for word in argv._managed_flags("gloo", "model", PLACE):
         name = word[2:].replace("-", "_")
         assert refusal(name) is not None, name
         option = options._kwargs_option(name, "x")

@@ -13,7 +13,7 @@ from functional.runtime.fleet.ports import PortRange, is_listening
 from functional.runtime.fleet.process import ManagedProcess
 from functional.runtime.fleet.settings import FleetSettings
 from functional.runtime.fleet.worker import Worker, WorkerAddress, WorkerOwner
-from functional.runtime.recipe.argv import SERVED_MODEL, frontend_arguments
+from functional.runtime.recipe.argv import frontend_arguments
 from functional.runtime.recipe.environment import (
     control_plane_variables,
     default_threads,
@@ -175,7 +175,7 @@ class Fleet:
             "engines ready": lambda: all(control.is_ready() for control in controls),
             "generate registered": lambda: set(self.frontend.instances("generate")) == expected,
             "rl registered": lambda: set(self.frontend.instances("rl")) == expected,
-            "model routed": lambda: self.frontend.has_model(SERVED_MODEL),
+            "model routed": lambda: self.frontend.has_model(self.settings.recipe.policy.model_name),
         }
         for what, holds in conditions.items():
             while not holds():

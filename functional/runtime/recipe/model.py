@@ -80,13 +80,17 @@ class FrontendArgs(Section):
 
 
 class DynamoConfig(Section):
-    """`policy.generation.dynamo_cfg`: the managed Dynamo runtime. Times in seconds."""
+    """`policy.generation.dynamo_cfg`: the managed Dynamo runtime. Times in seconds.
+
+    max_inflight_requests: rollouts under way at a time; null for all that there are.
+    """
 
     engine: Literal["vllm"] = "vllm"
     startup_timeout_s: float = Field(300, gt=0)
     request_timeout_s: float = Field(60, gt=0)
     control_timeout_s: float = Field(60, gt=0)
     update_attempts: int = Field(3, ge=1)
+    max_inflight_requests: int | None = Field(None, ge=1)
     metrics_interval_s: float = Field(5, gt=0)
     metrics_worker_prefixes: list[str] = ["vllm:", "dynamo_component_"]
     metrics_frontend_prefixes: list[str] = ["dynamo_frontend_", "dynamo_component_router_"]

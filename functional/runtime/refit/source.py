@@ -15,7 +15,7 @@ from functional.engine.wire import DEFAULT_TIMEOUT_S, Manifest, Slot, send
 from functional.runtime.errors import RefitError
 from functional.runtime.refit.names import ExpectedProof, NamedTensors, Proof, expected_proof
 from functional.runtime.refit.probe import ProbeScore
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
 
 T = TypeVar("T")
 

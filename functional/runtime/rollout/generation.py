@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from functional.runtime.errors import RolloutError
 from functional.runtime.fleet.fleet import Fleet
-from functional.runtime.rollout.client import Completion, RolloutClient, Sampling
+from functional.runtime.rollout.client import RolloutClient
+from functional.runtime.rollout.completion import Completion, Sampling
 
 WATCH_INTERVAL_S = 0.5
 DYING_S = 3.0
@@ -71,10 +72,11 @@ def complete_under_watch(
                     given_up.set()
         except BaseException:
             rollouts.cancel()
+            await asyncio.gather(rollouts, return_exceptions=True)
             raise
         return await rollouts
 
-    return asyncio.run(watch())
+    return client.pool.run(watch())
 
 
 def is_worker_lost(fleet: Fleet, find_lost: Callable[[], Mapping[int, str]]) -> bool:

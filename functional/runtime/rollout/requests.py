@@ -4,13 +4,18 @@ A worker logs `request received request_id=<uuid>` with `endpoint="generate"` fo
 """
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Literal
 
-from functional.runtime.jsonlines import JsonLines
+from functional.runtime.errors import RunError
+from functional.runtime.jsonlines import JsonLines, read_json_lines
 
 Outcome = Literal["accepted", "rejected", "retried", "aborted"]
 
@@ -36,18 +41,58 @@ class Attempt:
 
 
 class RequestJournal:
-    """Appends attempts to a JSON Lines file; each survives the death of this process once `add` returns."""
+    """Appends attempts to a JSON Lines file, in a thread of its own, so that no event loop waits for a disk.
+
+    Attempts added before `written` was called survive the death of this process once its future is done.
+    """
 
     def __init__(self, path: Path) -> None:
         self._lines = JsonLines(path)
-        self.attempts: list[Attempt] = []
+        self._queue: SimpleQueue[Attempt | Future[None] | None] = SimpleQueue()
+        self._failure: OSError | None = None
+        self._thread = threading.Thread(target=self._work, name="request journal", daemon=True)
+        self._thread.start()
 
     def add(self, attempt: Attempt) -> None:
-        self.attempts.append(attempt)
-        self._lines.append(asdict(attempt))
+        self._queue.put(attempt)
+
+    def written(self) -> "Future[None]":
+        """Done once all that was added is in the file; holds a RunError when that cannot be."""
+        mark: Future[None] = Future()
+        self._queue.put(mark)
+        return mark
 
     def close(self) -> None:
+        """Write what is left, and close the file."""
+        self._queue.put(None)
+        self._thread.join()
         self._lines.close()
+
+    def _work(self) -> None:
+        while True:
+            found = [self._queue.get()]
+            with suppress(Empty):
+                while True:
+                    found.append(self._queue.get_nowait())
+            self._write([one for one in found if isinstance(one, Attempt)])
+            for one in found:
+                if isinstance(one, Future) and self._failure is not None:
+                    one.set_exception(RunError(f"requests cannot be recorded any more: {self._failure}"))
+                elif isinstance(one, Future):
+                    one.set_result(None)
+            if None in found:
+                return
+
+    def _write(self, attempts: list[Attempt]) -> None:
+        try:
+            self._lines.append_records(attempts)
+        except OSError as error:
+            self._failure = self._failure or error
+
+
+def read_attempts(path: Path) -> list[Attempt]:
+    """All attempts of a journal's file, as far as its lines are whole."""
+    return [Attempt(**row) for row in read_json_lines(path)]
 
 
 @dataclass(frozen=True)
