@@ -97,7 +97,8 @@ class MinimalClient:
         self._loop.close()
 
 
-CLIENTS = {"ours": OurClient, "minimal": MinimalClient}
+Client = OurClient | MinimalClient
+CLIENTS: dict[str, type[OurClient] | type[MinimalClient]] = {"ours": OurClient, "minimal": MinimalClient}
 
 
 @dataclass(frozen=True)
@@ -128,18 +129,16 @@ def compare(
 
 
 @contextlib.contextmanager
-def opened(target: Target, inflight: int) -> Iterator[dict[str, OurClient | MinimalClient]]:
+def opened(target: Target, inflight: int) -> Iterator[dict[str, Client]]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        clients: dict[str, OurClient | MinimalClient] = {}
+        clients: dict[str, Client] = {}
         for name, kind in CLIENTS.items():
             clients[name] = kind(target, inflight, Path(folder))
             stack.callback(clients[name].close)
         yield clients
 
 
-def measure(
-    name: str, client: OurClient | MinimalClient, prompts: Sequence[tuple[int, ...]], tokens: int, inflight: int
-) -> Measured:
+def measure(name: str, client: Client, prompts: Sequence[tuple[int, ...]], tokens: int, inflight: int) -> Measured:
     began, used = time.monotonic(), processor_s()
     client.complete(prompts, tokens)
     return Measured(name, len(prompts), tokens, inflight, processor_s() - used, time.monotonic() - began)

@@ -33,6 +33,9 @@ FILES = (
     "metrics.jsonl",
     "processes.json",
     "events.jsonl",
+    "routers.json",
+    "routers.md",
+    "routers.svg",
 )
 """What a run writes beside its logs, and removes of an earlier one."""
 

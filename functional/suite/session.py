@@ -52,12 +52,14 @@ EVENT_DELAY_S = 0.5
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run works with once everything is up. `instances`: every worker it has had, the replaced ones too."""
+    """What a run works with once everything is up. `instances`: every worker it has had, the replaced ones too;
+    `new_client`: one for rollouts through the frontend at a URL."""
 
     fleet: Fleet
     trainer: Any
     pool: HttpPool
     client: RolloutClient
+    new_client: Callable[[str], RolloutClient]
     prober: RolloutClient
     probe: Probe
     refit: FleetRefit
@@ -185,11 +187,14 @@ class Session:
         )
         dynamo = generation.dynamo_cfg
         pool = self._stack.enter_context(HttpPool())
-        served = recipe.policy.model_name
-        client = RolloutClient(
-            pool, url, served, gate, limits, dynamo.request_timeout_s, journal, dynamo.max_inflight_requests
-        )
-        prober = RolloutClient(pool, fleet.frontend.url, served, gate, limits, dynamo.control_timeout_s, journal)
+
+        def new_client(url: str, timeout_s: float, max_inflight: int | None = None) -> RolloutClient:
+            return RolloutClient(pool, url, recipe.policy.model_name, gate, limits, timeout_s, journal, max_inflight)
+
+        def new_rollout_client(url: str) -> RolloutClient:
+            return new_client(url, dynamo.request_timeout_s, dynamo.max_inflight_requests)
+
+        prober = new_client(fleet.frontend.url, dynamo.control_timeout_s)
         sampling = Sampling(
             generation.max_new_tokens,
             generation.temperature,
@@ -235,7 +240,8 @@ class Session:
             fleet=fleet,
             trainer=trainer,
             pool=pool,
-            client=client,
+            client=new_rollout_client(url),
+            new_client=new_rollout_client,
             prober=prober,
             probe=probe,
             refit=new_refit(),
@@ -265,9 +271,7 @@ class Session:
         fleet.check_membership()
         parts.telemetry.poll()
         checks.check_telemetry(self.checks, parts.telemetry, len(parts.instances) - len(fleet.workers))
-        parts.journal.written().result()
-        attempts = read_attempts(self.out / "requests.jsonl")
-        self.report.requests = checks.check_join(self.checks, attempts, fleet, self.out / "logs")
+        self._check_join(parts)
         self._keep_metrics(fleet)
 
     def _step(self, parts: Parts, step: int) -> None:
@@ -306,6 +310,11 @@ class Session:
             parts.pool.run(parts.prober.complete_on(worker.instance_id, [prompt[:4]], sampling))
         checks.await_cleared(parts.fleet, cleared)
         checks.check_overlap(self.checks, warm, routed())
+
+    def _check_join(self, parts: Parts) -> None:
+        parts.journal.written().result()
+        attempts = read_attempts(self.out / "requests.jsonl")
+        self.report.requests = checks.check_join(self.checks, attempts, parts.fleet, self.out / "logs")
 
     def _check_seeds(self, parts: Parts) -> None:
         """One prompt to every worker, at temperature 1 whatever the recipe's, as long as an answer may be.

@@ -65,7 +65,7 @@ class RolloutClient:
         self._url = URL(f"{url}/v1/completions", encoded=True)
         self._model = model
         self._gate = gate
-        self._limits = limits
+        self.limits = limits
         self._timeout_s = timeout_s
         self._journal = journal
         self._inflight: contextlib.AbstractAsyncContextManager[object] = (
@@ -129,11 +129,11 @@ class RolloutClient:
         """Send until answered: 408, 429, 5xx and transport errors are tried again, with backoff, until the deadline."""
         prompt = tuple(prompt)
         self._refuse_unsendable(prompt)
-        left = self._limits.max_model_len - len(prompt)
+        left = self.limits.max_model_len - len(prompt)
         if sampling.max_tokens > left:
             sampling = replace(sampling, max_tokens=left)
         body = msgspec.json.encode(request_body(self._model, prompt, sampling, instance_id))
-        bound = answer_bound(len(prompt), sampling.max_tokens, self._limits.vocab_size, self._limits.token_bytes)
+        bound = answer_bound(len(prompt), sampling.max_tokens, self.limits.vocab_size, self.limits.token_bytes)
         sample = str(uuid.uuid4())
         deadline = time.monotonic() + self._timeout_s
         for number in itertools.count(1):
@@ -188,14 +188,12 @@ class RolloutClient:
         if not prompt:
             raise RolloutError("prompt is empty: nothing to complete")
         for token in (min(prompt), max(prompt)):
-            if not 0 <= token < self._limits.vocab_size:
-                raise RolloutError(
-                    f"prompt holds token ID {token}, outside the vocabulary of {self._limits.vocab_size}"
-                )
-        if len(prompt) >= self._limits.max_model_len:
+            if not 0 <= token < self.limits.vocab_size:
+                raise RolloutError(f"prompt holds token ID {token}, outside the vocabulary of {self.limits.vocab_size}")
+        if len(prompt) >= self.limits.max_model_len:
             raise RolloutError(
                 f"prompt of {len(prompt)} tokens leaves no room for an answer in the context of "
-                f"{self._limits.max_model_len} (policy.generation.vllm_cfg.max_model_len)"
+                f"{self.limits.max_model_len} (policy.generation.vllm_cfg.max_model_len)"
             )
 
 
