@@ -38,10 +38,11 @@ functional: env
 verify: env
 	@$(BUILD) verify
 
-# Conversion to squashfs, compared with other tools: docs/bench/sqsh.md. BENCH adds options.
+# Measures what BENCH names and writes docs/bench/$(BENCH).md: sqsh (conversion), rollout (the client). ARGS adds options.
+BENCH ?= sqsh
 bench: ready
 	@$(BUILD) services start
-	@eval "$$($(BUILD) services env)" && .venv/bin/python -m bench.sqsh $(BENCH)
+	@eval "$$($(BUILD) services env)" && .venv/bin/python -m bench.$(BENCH) $(ARGS)
 
 # The whole pipeline on this machine; names the system packages it installs.
 demo:

@@ -16,6 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet.control import FrontendControl
 from functional.runtime.recipe.load import load_recipe
@@ -31,6 +33,7 @@ from functional.suite.session import EVENT_DELAY_S, Parts, Session, interrupt
 
 BASELINE = "round-robin"
 POLL_INTERVAL_S = 0.25
+FIRST_TOKEN = "dynamo_frontend_time_to_first_token_seconds"
 
 
 class RoutersSession(Session):
@@ -44,12 +47,13 @@ class RoutersSession(Session):
         self._refit(parts, 0)
         vocabulary = min(len(self.tokenizer), parts.client.limits.vocab_size)
         shape = make_shape(self.recipe, vocabulary, self.turns)
-        clients = {mode: parts.new_client(frontend.url) for mode, frontend in self._frontends(parts).items()}
+        frontends = self._frontends(parts)
+        clients = {mode: parts.new_client(frontend.url) for mode, frontend in frontends.items()}
         measurements = []
         for repeat in range(self.repeats + 1):
             for workload in Workload:
                 for order, mode in enumerate(rotated(self.modes, repeat)):
-                    one = self._measure(parts, clients[mode], workload, mode, shape, repeat, order)
+                    one = self._measure(parts, clients[mode], frontends[mode], workload, mode, shape, repeat, order)
                     self.say(f"repeat {repeat}, {workload}, {mode}: {one.throughput:.0f} tokens/s, {one.hit_rate:.3f}")
                     measurements.append(one)
         counted = [one for one in measurements if one.repeat > 0]
@@ -91,6 +95,7 @@ class RoutersSession(Session):
         self,
         parts: Parts,
         client: RolloutClient,
+        frontend: FrontendControl,
         workload: Workload,
         mode: str,
         shape: Shape,
@@ -103,6 +108,7 @@ class RoutersSession(Session):
                 f"the update before {mode}, repeat {repeat}, was not reached: {update.transitions[-1].reason}"
             )
         time.sleep(EVENT_DELAY_S)  # the clear's events are on their way to the routers
+        first_before = first_tokens(frontend)
         began = time.monotonic()
         completions = parts.pool.run(converse_all(client, workload, shape, repeat))
         seconds = time.monotonic() - began
@@ -119,7 +125,8 @@ class RoutersSession(Session):
             prompt_tokens=sum(len(one.prompt_token_ids) for one in completions),
             cached_tokens=sum(one.cached_tokens for one in completions),
             new_tokens=sum(len(one.token_ids) for one in completions),
-            ttft_ms=[float(one.timing["ttft_ms"]) for one in completions],
+            ttft_ms=mean_between(first_before, first_tokens(frontend)) * 1e3,
+            latency_ms=[(one.answered_at - one.sent_at) * 1e3 for one in completions],
             by_worker=per_worker(slots, completions, lambda one: 1),
             computed_by_worker=per_worker(
                 slots, completions, lambda one: len(one.prompt_token_ids) - one.cached_tokens
@@ -128,6 +135,21 @@ class RoutersSession(Session):
             update_s=update.total_s,
             cached_after_update=sum(probe.cached_after for probe in update.probes),
         )
+
+
+def first_tokens(frontend: FrontendControl) -> tuple[float, float]:
+    """Seconds until the first token, summed over all requests of this frontend, and how many these are."""
+    found = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(frontend.metrics())
+        for sample in family.samples
+        if sample.name in (f"{FIRST_TOKEN}_sum", f"{FIRST_TOKEN}_count")
+    }
+    return found.get(f"{FIRST_TOKEN}_sum", 0.0), found.get(f"{FIRST_TOKEN}_count", 0.0)
+
+
+def mean_between(before: tuple[float, float], after: tuple[float, float]) -> float:
+    return (after[0] - before[0]) / (after[1] - before[1])
 
 
 def rotated(modes: Sequence[str], repeat: int) -> list[str]:

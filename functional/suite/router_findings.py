@@ -5,6 +5,7 @@ within repeats. Intervals are Student's t. Those of the differences hold all tog
 (Bonferroni), so that with many of them none stands out by chance.
 """
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -17,9 +18,10 @@ CONFIDENCE = 0.95
 class Measurement:
     """One mode under one workload, once, right after an update. Tokens are counted over all requests.
 
-    order: its place among the modes of the repeat; seconds: of the conversations; ttft_ms: of each request, by the
-    frontend's clock; by_worker, computed_by_worker: requests and prompt tokens not found in a cache, by slot;
-    prompts_sha256: of the first turn's prompts; cached_after_update: cached tokens that a probe found after the update.
+    order: its place among the modes of the repeat; seconds: of the conversations; ttft_ms: mean until the first token,
+    by the frontend's histogram; latency_ms: of each request, by the client's clock; by_worker, computed_by_worker:
+    requests and prompt tokens not found in a cache, by slot; prompts_sha256: of the first turn's prompts; cached_after_update:
+    cached tokens that a probe found after the update.
     """
 
     workload: str
@@ -31,7 +33,8 @@ class Measurement:
     prompt_tokens: int
     cached_tokens: int
     new_tokens: int
-    ttft_ms: list[float]
+    ttft_ms: float
+    latency_ms: list[float]
     by_worker: dict[int, int]
     computed_by_worker: dict[int, int]
     prompts_sha256: str
@@ -47,12 +50,9 @@ class Measurement:
         return self.cached_tokens / self.prompt_tokens
 
     @property
-    def mean_ttft(self) -> float:
-        return statistics.fmean(self.ttft_ms)
-
-    @property
-    def late_ttft(self) -> float:
-        return statistics.quantiles(self.ttft_ms, n=20, method="inclusive")[-1]
+    def late(self) -> float:
+        """The latency that 95% of the requests keep below."""
+        return statistics.quantiles(self.latency_ms, n=20, method="inclusive")[-1]
 
     @property
     def imbalance(self) -> float:
@@ -70,8 +70,8 @@ class Metric:
 
 METRICS = (
     Metric("throughput", "generated tokens/s", lambda one: one.throughput, 0),
-    Metric("time to first token, mean", "ms", lambda one: one.mean_ttft, 1),
-    Metric("time to first token, 95th percentile", "ms", lambda one: one.late_ttft, 1),
+    Metric("time to first token, mean", "ms", lambda one: one.ttft_ms, 1),
+    Metric("latency of a request, 95th percentile", "ms", lambda one: one.late, 1),
     Metric("cache hit rate", "share of prompt tokens", lambda one: one.hit_rate, 3),
     Metric("imbalance", "requests of the busiest worker / mean", lambda one: one.imbalance, 2),
 )
@@ -130,6 +130,7 @@ def interval(values: Sequence[float], confidence: float) -> Interval:
     return Interval(mean, mean - reach, mean + reach)
 
 
+@functools.cache
 def t_quantile(probability: float, freedom: int) -> float:
     """Student's t for a probability above 0.5, by bisection of its distribution function."""
     low, high = 0.0, 1.0

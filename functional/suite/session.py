@@ -179,7 +179,9 @@ class Session:
         self._stack.callback(journal.close)
         url = fleet.frontend.url
         if recipe.faults.break_connections:
-            url = self._stack.enter_context(flaky_proxy(url, recipe.faults.break_connections, recipe.grpo.seed))
+            proxy = self._stack.enter_context(flaky_proxy(url, recipe.faults.break_connections, recipe.grpo.seed))
+            self._stack.callback(lambda: self.event("connections broken", **proxy.counted()))
+            url = proxy.url
         limits = Limits(
             vocab_size=model_config["vocab_size"],
             max_model_len=generation.vllm_cfg.max_model_len,

@@ -49,7 +49,7 @@ class RequestJournal:
     def __init__(self, path: Path) -> None:
         self._lines = JsonLines(path)
         self._queue: SimpleQueue[Attempt | Future[None] | None] = SimpleQueue()
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="request journal", daemon=True)
         self._thread.start()
 
@@ -86,7 +86,7 @@ class RequestJournal:
     def _write(self, attempts: list[Attempt]) -> None:
         try:
             self._lines.append_records(attempts)
-        except OSError as error:
+        except Exception as error:  # whatever it is, those who wait must hear of it
             self._failure = self._failure or error
 
 
