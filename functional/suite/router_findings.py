@@ -20,8 +20,8 @@ class Measurement:
 
     order: its place among the modes of the repeat; seconds: of the conversations; ttft_ms: mean until the first token,
     by the frontend's histogram; latency_ms: of each request, by the client's clock; by_worker, computed_by_worker:
-    requests and prompt tokens not found in a cache, by slot; prompts_sha256: of the first turn's prompts; cached_after_update:
-    cached tokens that a probe found after the update.
+    requests and prompt tokens not found in a cache, by slot; prompts_sha256: of the first turn's prompts;
+    cached_after_update: cached tokens that a probe found after the update.
     """
 
     workload: str

@@ -5,7 +5,7 @@ A worker logs `request received request_id=<uuid>` with `endpoint="generate"` fo
 
 import re
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -16,6 +16,8 @@ from typing import Literal
 
 from functional.runtime.errors import RunError
 from functional.runtime.jsonlines import JsonLines, read_json_lines
+
+WRITE_INTERVAL_S = 0.1
 
 Outcome = Literal["accepted", "rejected", "retried", "aborted"]
 
@@ -43,49 +45,50 @@ class Attempt:
 class RequestJournal:
     """Appends attempts to a JSON Lines file, in a thread of its own, so that no event loop waits for a disk.
 
-    Attempts added before `written` was called survive the death of this process once its future is done.
+    Attempts added before `written` was called survive the death of this process once its future is done, and any other
+    WRITE_INTERVAL_S later. To wake the thread for each would cost an event loop as much as its request.
     """
 
     def __init__(self, path: Path) -> None:
         self._lines = JsonLines(path)
-        self._queue: SimpleQueue[Attempt | Future[None] | None] = SimpleQueue()
+        self._attempts: deque[Attempt] = deque()
+        self._marks: SimpleQueue[Future[None] | None] = SimpleQueue()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="request journal", daemon=True)
         self._thread.start()
 
     def add(self, attempt: Attempt) -> None:
-        self._queue.put(attempt)
+        self._attempts.append(attempt)
 
     def written(self) -> "Future[None]":
         """Done once all that was added is in the file; holds a RunError when that cannot be."""
         mark: Future[None] = Future()
-        self._queue.put(mark)
+        self._marks.put(mark)
         return mark
 
     def close(self) -> None:
         """Write what is left, and close the file."""
-        self._queue.put(None)
+        self._marks.put(None)
         self._thread.join()
         self._lines.close()
 
     def _work(self) -> None:
-        while True:
-            found = [self._queue.get()]
+        closing = False
+        while not closing:
+            mark = None
             with suppress(Empty):
-                while True:
-                    found.append(self._queue.get_nowait())
-            self._write([one for one in found if isinstance(one, Attempt)])
-            for one in found:
-                if isinstance(one, Future) and self._failure is not None:
-                    one.set_exception(RunError(f"requests cannot be recorded any more: {self._failure}"))
-                elif isinstance(one, Future):
-                    one.set_result(None)
-            if None in found:
-                return
+                mark = self._marks.get(timeout=WRITE_INTERVAL_S)
+                closing = mark is None
+            self._write()
+            if mark is not None and self._failure is None:
+                mark.set_result(None)
+            elif mark is not None:
+                mark.set_exception(RunError(f"requests cannot be recorded any more: {self._failure}"))
 
-    def _write(self, attempts: list[Attempt]) -> None:
+    def _write(self) -> None:
         try:
-            self._lines.append_records(attempts)
+            if self._attempts:
+                self._lines.append_records([self._attempts.popleft() for _ in range(len(self._attempts))])
         except Exception as error:  # whatever it is, those who wait must hear of it
             self._failure = self._failure or error
 
