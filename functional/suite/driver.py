@@ -96,6 +96,8 @@ def make_folders(out: Path) -> Path:
     log_dir.mkdir()
     for name in FILES:
         (out / name).unlink(missing_ok=True)
+    for journal in out.glob("requests-*.jsonl"):
+        journal.unlink()
     return log_dir
 
 

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from functional.runtime.rollout.generation import generate
 from functional.runtime.rollout.pool import HttpPool
 from functional.runtime.rollout.records import RecordWriter, RolloutRecord
 from functional.runtime.rollout.requests import RequestJournal, read_attempts
+from functional.runtime.rollout.spread import Served, SpreadClient
 from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import checks
 from functional.suite.batch import RolloutBatch, score
@@ -53,12 +54,13 @@ EVENT_DELAY_S = 0.5
 @dataclass(frozen=True)
 class Parts:
     """What a run works with once everything is up. `instances`: every worker it has had, the replaced ones too;
-    `new_client`: one for rollouts through the frontend at a URL."""
+    `client` is one for rollouts, `spread` the one that batches go through, `new_client` makes one for another URL."""
 
     fleet: Fleet
     trainer: Any
     pool: HttpPool
     client: RolloutClient
+    spread: SpreadClient
     new_client: Callable[[str], RolloutClient]
     prober: RolloutClient
     probe: Probe
@@ -189,14 +191,11 @@ class Session:
         )
         dynamo = generation.dynamo_cfg
         pool = self._stack.enter_context(HttpPool())
-
-        def new_client(url: str, timeout_s: float, max_inflight: int | None = None) -> RolloutClient:
-            return RolloutClient(pool, url, recipe.policy.model_name, gate, limits, timeout_s, journal, max_inflight)
-
-        def new_rollout_client(url: str) -> RolloutClient:
-            return new_client(url, dynamo.request_timeout_s, dynamo.max_inflight_requests)
-
-        prober = new_client(fleet.frontend.url, dynamo.control_timeout_s)
+        served = Served(url, recipe.policy.model_name, limits, dynamo.request_timeout_s, dynamo.max_inflight_requests)
+        spread = SpreadClient(pool, gate, served, self.out, journal)
+        self._stack.callback(spread.close)
+        probed = replace(served, url=fleet.frontend.url, timeout_s=dynamo.control_timeout_s, max_inflight=None)
+        prober = probed.client(pool, gate, journal)
         sampling = Sampling(
             generation.max_new_tokens,
             generation.temperature,
@@ -242,8 +241,9 @@ class Session:
             fleet=fleet,
             trainer=trainer,
             pool=pool,
-            client=new_rollout_client(url),
-            new_client=new_rollout_client,
+            client=served.client(pool, gate, journal),
+            spread=spread,
+            new_client=lambda url: replace(served, url=url).client(pool, gate, journal),
             prober=prober,
             probe=probe,
             refit=new_refit(),
@@ -315,7 +315,7 @@ class Session:
 
     def _check_join(self, parts: Parts) -> None:
         parts.journal.written().result()
-        attempts = read_attempts(self.out / "requests.jsonl")
+        attempts = [one for file in sorted(self.out.glob("requests*.jsonl")) for one in read_attempts(file)]
         self.report.requests = checks.check_join(self.checks, attempts, parts.fleet, self.out / "logs")
 
     def _check_seeds(self, parts: Parts) -> None:
@@ -369,7 +369,7 @@ class Session:
             self._refit(parts, version, f"step{step}.replacement")
 
         return generate(
-            parts.client,
+            parts.spread,
             parts.fleet,
             prompts,
             parts.sampling,

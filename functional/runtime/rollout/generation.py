@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from functional.runtime.errors import RolloutError
 from functional.runtime.fleet.fleet import Fleet
-from functional.runtime.rollout.client import RolloutClient
 from functional.runtime.rollout.completion import Completion, Sampling
+from functional.runtime.rollout.spread import SpreadClient
 
 WATCH_INTERVAL_S = 0.5
 DYING_S = 3.0
@@ -17,7 +17,7 @@ DYING_S = 3.0
 
 
 def generate(
-    client: RolloutClient,
+    client: SpreadClient,
     fleet: Fleet,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -54,7 +54,7 @@ def generate(
 
 
 def complete_under_watch(
-    client: RolloutClient, fleet: Fleet, prompts: Sequence[Sequence[int]], sampling: Sampling
+    client: SpreadClient, fleet: Fleet, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[Completion | RolloutError]:
     """One outcome a prompt; once every worker is lost, what is under way is given up.
 

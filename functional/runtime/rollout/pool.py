@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import resource
 import threading
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,11 @@ class HttpPool:
     def http(self) -> aiohttp.ClientSession:
         """For coroutines that `run` runs."""
         return self._http
+
+    def processor_s(self) -> float:
+        """Processor time, in seconds, that the loop has used so far."""
+        assert self._thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run it to its end, from any other thread. An exception here, such as a signal's, cancels it."""
