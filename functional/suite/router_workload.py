@@ -27,14 +27,13 @@ class Workload(StrEnum):
 class Shape:
     """What all measurements have in common. concurrency: requests under way at a time, None for all conversations'.
 
-    The prompt of turn t (from 0) has prompt_tokens + t × (new_tokens + turn_tokens) tokens; each answer has new_tokens.
+    Each turn adds input_tokens to the prompt, and after the first the answer before, of new_tokens.
     """
 
     prompts: int
     generations: int
     turns: int
-    prompt_tokens: int
-    turn_tokens: int
+    input_tokens: int
     new_tokens: int
     concurrency: int | None
     vocab_size: int
@@ -50,29 +49,28 @@ class Shape:
         return Sampling(self.new_tokens, self.temperature, ignore_eos=True)
 
     def prompt_length(self, turn: int) -> int:
-        return self.prompt_tokens + turn * (self.new_tokens + self.turn_tokens)
+        return self.input_tokens + turn * (self.new_tokens + self.input_tokens)
 
 
 def make_shape(recipe: Recipe, vocab_size: int, turns: int) -> Shape:
-    """Conversations that fill the recipe's context in `turns` turns, each turn with a cache block of new input.
+    """Conversations that fill the recipe's context in `turns` turns, each with as much new input.
 
-    Raises ConfigError where that leaves no prompt of at least two cache blocks.
+    Raises ConfigError where that is less than two cache blocks: a shorter prefix may be shared by nothing.
     """
     generation, grpo = recipe.policy.generation, recipe.grpo
     new, block = generation.max_new_tokens, generation.vllm_kwargs.block_size
-    left = generation.vllm_cfg.max_model_len - turns * new - (turns - 1) * block
-    if left < 2 * block:
+    added = generation.vllm_cfg.max_model_len // turns - new
+    if added < 2 * block:
         raise ConfigError(
-            f"{turns} turns of {new} new tokens leave a first prompt of {left} tokens, and a prefix that can be shared "
-            f"has {2 * block} (two cache blocks) at least: raise policy.generation.vllm_cfg.max_model_len="
+            f"{turns} turns with answers of {new} tokens leave {added} tokens of input for each, and a prefix that can "
+            f"be shared has {2 * block} (two cache blocks) at least: raise policy.generation.vllm_cfg.max_model_len="
             f"{generation.vllm_cfg.max_model_len}, or ask for fewer --turns"
         )
     return Shape(
         prompts=grpo.num_prompts_per_step,
         generations=grpo.num_generations_per_prompt,
         turns=turns,
-        prompt_tokens=left,
-        turn_tokens=block,
+        input_tokens=added,
         new_tokens=new,
         concurrency=generation.dynamo_cfg.max_inflight_requests,
         vocab_size=vocab_size,
@@ -107,9 +105,9 @@ def next_prompt(
     if workload is Workload.DISTINCT:
         return _tokens(shape, shape.prompt_length(turn), f"{workload}/{repeat}/{number}/{turn}")
     if not said:
-        return _tokens(shape, shape.prompt_tokens, f"{workload}/{repeat}/{number // shape.generations}")
+        return _tokens(shape, shape.input_tokens, f"{workload}/{repeat}/{number // shape.generations}")
     before = said[-1]
-    added = _tokens(shape, shape.turn_tokens, f"{workload}/{repeat}/{number}/{turn}")
+    added = _tokens(shape, shape.input_tokens, f"{workload}/{repeat}/{number}/{turn}")
     return before.prompt_token_ids + before.token_ids + added
 
 

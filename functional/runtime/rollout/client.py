@@ -68,6 +68,7 @@ class RolloutClient:
         self.limits = limits
         self._timeout_s = timeout_s
         self._journal = journal
+        self._sendable: tuple[int, ...] | None = None
         self._inflight: contextlib.AbstractAsyncContextManager[object] = (
             contextlib.nullcontext() if max_inflight is None else asyncio.Semaphore(max_inflight)
         )
@@ -128,7 +129,9 @@ class RolloutClient:
     ) -> Completion:
         """Send until answered: 408, 429, 5xx and transport errors are tried again, with backoff, until the deadline."""
         prompt = tuple(prompt)
-        self._refuse_unsendable(prompt)
+        if prompt is not self._sendable:  # the samples of a group share theirs
+            self._refuse_unsendable(prompt)
+            self._sendable = prompt
         left = self.limits.max_model_len - len(prompt)
         if sampling.max_tokens > left:
             sampling = replace(sampling, max_tokens=left)
