@@ -38,7 +38,8 @@ functional: env
 verify: env
 	@$(BUILD) verify
 
-# Measures what BENCH names: sqsh (docs/bench/sqsh.md), refit, refit-scale (docs/performance.md). ARGS adds options.
+# Measures what BENCH names: sqsh, rollout (docs/bench/$(BENCH).md), refit, refit-scale (docs/performance.md). ARGS adds
+# options.
 BENCH ?= sqsh
 bench: ready
 	@$(BUILD) services start

@@ -83,6 +83,7 @@ class DynamoConfig(Section):
     """`policy.generation.dynamo_cfg`: the managed Dynamo runtime. Times in seconds.
 
     proof: what weights are proved by; null is sha256 on cpu and nh on cuda (docs/refit.md).
+    max_inflight_requests: rollouts under way at a time; null for all that there are.
     """
 
     engine: Literal["vllm"] = "vllm"
@@ -91,6 +92,7 @@ class DynamoConfig(Section):
     control_timeout_s: float = Field(60, gt=0)
     update_attempts: int = Field(3, ge=1)
     proof: ProofKind | None = None
+    max_inflight_requests: int | None = Field(None, ge=1)
     metrics_interval_s: float = Field(5, gt=0)
     metrics_worker_prefixes: list[str] = ["vllm:", "dynamo_component_"]
     metrics_frontend_prefixes: list[str] = ["dynamo_frontend_", "dynamo_component_router_"]
