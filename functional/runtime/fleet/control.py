@@ -4,7 +4,9 @@ Routes, payloads and the fact that errors come back as HTTP 200 with `status: er
 (dynamo/vllm/handlers.py, worker_factory.py).
 """
 
-from typing import Any
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import httpx
 
@@ -23,28 +25,69 @@ class WorkerLostError(ControlError):
         self.index = index
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What came of a request: HTTP status and body; with status 0, why none came."""
+
+    status: int
+    body: bytes = b""
+    problem: str = ""
+    timed_out: bool = False
+
+
+class ControlServer(Protocol):
+    """The way to one worker's control server, which listens on the loopback of the worker's node only."""
+
+    def ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Reply:
+        """A failure on the way is in the reply."""
+
+    def close(self) -> None:
+        """Let connections go. Harmless when repeated."""
+
+
+class HttpServer:
+    """The way from the worker's own node."""
+
+    def __init__(self, url: str) -> None:
+        self._client = httpx.Client(base_url=url, trust_env=False)
+
+    def ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Reply:
+        headers = {"content-type": "application/json"} if body is not None else {}
+        try:
+            response = self._client.request(method, path, content=body, headers=headers, timeout=timeout_s)
+        except httpx.TimeoutException:
+            return Reply(0, timed_out=True)
+        except httpx.HTTPError as error:
+            return Reply(0, problem=f"{type(error).__name__}: {error}")
+        return Reply(response.status_code, response.content)
+
+    def close(self) -> None:
+        self._client.close()
+
+
 class WorkerControl:
     """One worker's control server. Every call has a deadline; a timeout says which route hung."""
 
-    def __init__(self, index: int, url: str, timeout_s: float) -> None:
+    def __init__(self, index: int, server: ControlServer, timeout_s: float) -> None:
         self.index = index
-        self.url = url
+        self.server = server
         self._timeout_s = timeout_s
-        self._client = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
 
     def call(self, route: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> dict[str, Any]:
         """Post `body` to `/engine/<route>` and return the answer. Raises WorkerLostError when none comes
         in time, ControlError on any other failure."""
         what = f"worker {self.index}: {route}" + (f" ({body['engine_rpc']})" if body and "engine_rpc" in body else "")
+        deadline_s = self._timeout_s if timeout_s is None else timeout_s
+        reply = self.server.ask("POST", f"/engine/{route}", json.dumps(body or {}).encode(), deadline_s)
+        if reply.timed_out:
+            raise WorkerLostError(self.index, f"{what}: no answer within the deadline")
+        if not reply.status:
+            raise ControlError(f"{what}: {reply.problem}")
         try:
-            deadline_s = self._timeout_s if timeout_s is None else timeout_s
-            response = self._client.post(f"/engine/{route}", json=body or {}, timeout=deadline_s)
-            answer = response.json()
-        except httpx.TimeoutException as error:
-            raise WorkerLostError(self.index, f"{what}: no answer within the deadline") from error
-        except (httpx.HTTPError, ValueError) as error:
+            answer = json.loads(reply.body)
+        except ValueError as error:
             raise ControlError(f"{what}: {type(error).__name__}: {error}") from error
-        if response.status_code != 200 or not isinstance(answer, dict) or answer.get("status") != "ok":
+        if reply.status != 200 or not isinstance(answer, dict) or answer.get("status") != "ok":
             message = answer.get("message", answer) if isinstance(answer, dict) else answer
             raise ControlError(f"{what}: {' '.join(str(message).split())}")
         return answer
@@ -61,17 +104,20 @@ class WorkerControl:
     def is_ready(self) -> bool:
         """Whether the worker's own health route says that every endpoint is ready."""
         try:
-            answer = self._client.get("/health", timeout=2).json()
-        except (httpx.HTTPError, ValueError):
+            endpoints = json.loads(self.server.ask("GET", "/health", None, 2).body).get("endpoints")
+        except (ValueError, AttributeError):
             return False
-        return bool(answer.get("endpoints")) and all(state == "ready" for state in answer["endpoints"].values())
+        return bool(endpoints) and all(state == "ready" for state in endpoints.values())
 
     def metrics(self) -> str:
-        """Prometheus text of the worker."""
-        return self._client.get("/metrics", timeout=5).text
+        """Prometheus text of the worker. Raises ControlError when it gives none."""
+        reply = self.server.ask("GET", "/metrics", None, 5)
+        if reply.status != 200:
+            raise ControlError(f"worker {self.index}: metrics: {reply.problem or f'status {reply.status}'}")
+        return reply.body.decode()
 
     def close(self) -> None:
-        self._client.close()
+        self.server.close()
 
 
 class FrontendControl:
