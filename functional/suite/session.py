@@ -84,6 +84,7 @@ class Session:
         self.checks = Checklist()
         self.ports: list[int] = []
         self.remains: list[str] = []
+        self._joined: Any = None
         self._stack = ExitStack()
         self._events = self._stack.enter_context(JsonLines(out / "events.jsonl"))
 
@@ -122,17 +123,18 @@ class Session:
         import ray
 
         from functional.runtime.fleet.placement import place
+        from functional.suite.joined import JoinedRun
         from functional.suite.trainer import RemoteWeights, Trainer
 
         placement = self._phase("placement", lambda: place(recipe))
-        namespace = new_namespace()
-        traces = {node.ray_id: Traces(namespace) for node in placement.nodes}
-        self._stack.callback(lambda: self._look_for_remains(placement, traces))
+        traces: dict[str, Traces] = {}
+        self._stack.callback(lambda: self._look_for_remains(traces))
         self._stack.callback(placement.close)
         trainer = Trainer.options(**placement.trainer).remote(recipe, model_dir)  # type: ignore[attr-defined]
         self._stack.callback(ray.kill, trainer)
+        namespace = new_namespace()
         if cluster_address() is not None:
-            self._of_ray = (NodeSockets.here(), trainer.__ray_call__.remote(_sockets_here))
+            self._joined = JoinedRun(placement, trainer, namespace)
         settings = FleetSettings(
             namespace=namespace,
             recipe=recipe,
@@ -165,10 +167,10 @@ class Session:
         weights = RemoteWeights(trainer, generation.dynamo_cfg.control_timeout_s)
         self._train(self._prepare(fleet, trainer, weights, model_dir, placement))
 
-    def _look_for_remains(self, placement: Any, traces: dict[str, Traces]) -> None:
+    def _look_for_remains(self, traces: dict[str, Traces]) -> None:
         """On a cluster that outlives the run; where it does not, the driver looks once Ray is gone."""
-        if cluster_address() is not None:
-            self.remains = placement.find_remains(traces)
+        if self._joined is not None:
+            self.remains = self._joined.find_remains(traces)
 
     def _name_processes(self, fleet: dict[str, list[int]]) -> None:
         """Write processes.json: process ids by name, for whoever watches the run from outside."""
@@ -260,7 +262,8 @@ class Session:
         steps, fleet = self.recipe.grpo.max_num_steps, parts.fleet
         self._refit(parts, 0)
         self._check_seeds(parts)
-        self.report.sockets = checks.check_sockets(self.checks, self._sockets(parts))
+        sockets = [NodeSockets.here()] if self._joined is None else self._joined.sockets(fleet)
+        self.report.sockets = checks.check_sockets(self.checks, sockets)
         for step in range(1, steps + 1):
             self._step(parts, step)
             checks.check_stale_refused(self.checks, step, parts.refit)
@@ -326,15 +329,6 @@ class Session:
             parts.fleet.workers,
             lambda worker: asyncio.run(parts.prober.complete_on(worker.instance_id, [prompt], sampling))[0],
         )
-
-    def _sockets(self, parts: Parts) -> list[NodeSockets]:
-        """What the run listens on; of a cluster that it has joined, its own part only."""
-        if cluster_address() is None:
-            return [NodeSockets.here()]
-        trainer = watched(parts.fleet, parts.trainer.__ray_call__.remote(_sockets_here))
-        rays_here, rays_there = self._of_ray
-        own = [NodeSockets.here().without(rays_here), trainer.without(watched(parts.fleet, rays_there))]
-        return own + parts.fleet.sockets()
 
     def _keep_metrics(self, fleet: Fleet) -> None:
         logs = self.out / "logs"
@@ -418,10 +412,6 @@ class Session:
         )
         checks.check_rollouts(self.checks, step, batch, parts.instances, self.recipe.checks)
         return batch
-
-
-def _sockets_here(_trainer: Any) -> NodeSockets:
-    return NodeSockets.here()
 
 
 def watched(fleet: Fleet, reference: Any) -> Any:

@@ -26,12 +26,16 @@ def main(folder: Path, addresses: list[str]) -> None:
     authority, pair = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     issuer, subject = _name("run"), _name("fleet")
     ca = _certificate(issuer, issuer, authority.public_key())
-    ca = ca.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    own_id = x509.SubjectKeyIdentifier.from_public_key(authority.public_key())
+    issued_by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own_id)
+    ca = ca.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    ca = ca.add_extension(own_id, critical=False)
     hosts = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     own = _certificate(subject, issuer, pair.public_key())
     own = own.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
     own = own.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+    own = own.add_extension(issued_by, critical=False)
     pem = serialization.Encoding.PEM
     _write(folder / CA, ca.sign(authority, hashes.SHA256()).public_bytes(pem))
     _write(folder / CERTIFICATE, own.sign(authority, hashes.SHA256()).public_bytes(pem))

@@ -21,13 +21,12 @@ from functional.runtime.fleet.settings import FleetSettings
 from functional.runtime.fleet.sockets import NodeSockets
 from functional.runtime.fleet.worker import WorkerAddress, WorkerProcess
 from functional.runtime.recipe.environment import (
+    ADDRESS_VARIABLE,
     collective_variables,
     default_threads,
     node_variables,
 )
 
-ADDRESS_VARIABLE = "FUNCTIONAL_NODE_IP"
-"""The job's address of a node, where whoever started Ray there has set it; else Ray's own."""
 SMALL_FILE = 1 << 20
 """Files of a model up to this size are compared by content, larger ones by size."""
 

@@ -143,6 +143,9 @@ class Credentials:
     password: str = field(repr=False)
 
 
+ADDRESS_VARIABLE = "FUNCTIONAL_NODE_IP"
+"""The job's address of a node, where whoever started Ray there has set it; else it is Ray's own."""
+
 NATS_USER = "run"
 NAMESPACE_VARIABLE = "DYN_NAMESPACE"
 
