@@ -59,7 +59,8 @@ def test_every_port_refuses_a_stranger(started):
         for line in as_nobody(SCRIPT, *(f"127.0.0.1:{port}" for port in (client, peer, nats))).splitlines()
     ]
     assert [answer["refused"] for answer in answers] == [True, True, True], answers
-    assert "CERTIFICATE_REQUIRED" in answers[0]["tries"]["https"].upper().replace(" ", "_"), answers
+    for answer in answers:  # none is there no more
+        assert not any("ConnectionRefusedError" in outcome for outcome in answer["tries"].values()), answer
     assert "Authorization Violation" in answers[2]["tries"]["nats"]
 
 

@@ -19,6 +19,18 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 CA, CERTIFICATE, KEY = "ca.pem", "cert.pem", "key.pem"
 BEFORE, AFTER = datetime.timedelta(days=1), datetime.timedelta(days=365)
 """Nodes' clocks differ, and no run lasts a year."""
+KEY_USAGE = x509.KeyUsage(
+    key_cert_sign=True,
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    crl_sign=False,
+    encipher_only=False,
+    decipher_only=False,
+)
+"""The authority signs certificates, and nothing else."""
 
 
 def main(folder: Path, addresses: list[str]) -> None:
@@ -30,6 +42,7 @@ def main(folder: Path, addresses: list[str]) -> None:
     issued_by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own_id)
     ca = ca.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
     ca = ca.add_extension(own_id, critical=False)
+    ca = ca.add_extension(KEY_USAGE, critical=True)
     hosts = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     own = _certificate(subject, issuer, pair.public_key())
