@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from pathlib import Path
 
 from functional.runtime.errors import RunError
@@ -25,16 +26,18 @@ class PortRange:
         self._window = server_ports(*ephemeral_range())
         self._next = self._window.start + (os.getpid() * 37) % len(self._window)
         self._reservations: list[socket.socket] = []
+        self._lock = threading.Lock()
 
     def take(self, span: int = 1) -> int:
         """Return the first of `span` consecutive free ports. Raises RunError when all are taken."""
         first, last = self._window.start, self._window.stop
-        for _ in self._window:
-            start = self._next
-            self._next = first if start + span >= last else start + span
-            if start + span <= last and self._reserve(range(start, start + span)):
-                self.given += range(start, start + span)
-                return start
+        with self._lock:
+            for _ in self._window:
+                start = self._next
+                self._next = first if start + span >= last else start + span
+                if start + span <= last and self._reserve(range(start, start + span)):
+                    self.given += range(start, start + span)
+                    return start
         raise RunError(f"no free port between {first} and {last - 1} on {self.address}: end what listens there")
 
     def _reserve(self, ports: range) -> bool:

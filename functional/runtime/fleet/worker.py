@@ -70,7 +70,7 @@ class WorkerProcess:
 
     def start(self) -> WorkerAddress:
         """Launch the worker and return where it will serve."""
-        settings, first = self._settings, len(self._ports.given)
+        settings = self._settings
         rpc, stream, system, engine = (self._ports.take(span) for span in (1, 1, 1, 4))
         self.folder = Path(tempfile.mkdtemp(prefix="w", dir=self._base))  # short: a socket's path has 107 bytes
         site = WorkerSite(
@@ -91,7 +91,7 @@ class WorkerProcess:
         own, env_vars = worker_variables(site), settings.generation.vllm_cfg.env_vars
         environment = program_environment(settings.address, self._below, env_vars, self._above, own)
         self._process = ManagedProcess(f"worker {self._index}", command, log, environment, folder=self.folder)
-        ports = tuple(self._ports.given[first:])
+        ports = (rpc, stream, system, *range(engine, engine + 4))
         plane = f"{self._ports.address}:{rpc}"
         return WorkerAddress(self._index, f"http://{LOOPBACK}:{system}", plane, ports, seed)
 
