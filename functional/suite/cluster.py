@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from functional.runtime.recipe.model import Recipe
 
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+CONNECT_S = 30.0
+"""For a TCP connection, of which a busy network may lose the first tries."""
 
 
 def cluster_address() -> str | None:
@@ -97,6 +100,9 @@ def _join(address: str) -> None:
     if "://" in address:
         raise ConfigError(f"{ADDRESS_VARIABLE}={address}: the driver runs on a node of the cluster; give host:port")
     try:
+        host, _, port = address.rpartition(":")
+        if port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as error:
         why = " ".join(str(error).split())[:300]

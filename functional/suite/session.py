@@ -276,6 +276,7 @@ class Session:
         parts.telemetry.poll()
         checks.check_telemetry(self.checks, parts.telemetry, len(parts.instances) - len(fleet.workers))
         attempts = parts.journal.attempts
+        fleet.flush_logs()
         self.report.requests = checks.check_join(self.checks, attempts, fleet, self.out / "logs")
         self._keep_metrics(fleet)
 

@@ -51,6 +51,7 @@ class Fleet:
         self.seeds: dict[int, list[int]] = {}  # by slot, of every engine it has had
         self.traces: dict[str, Traces] = {}
         """By Ray's ID of a node, once shut down: by what the remains of its workers would be known."""
+        self._others = [node for node in nodes if not node.is_drivers]
         self._nodes = [node for node in nodes if node.engines]
         self._node_of = {index: node for node in nodes for index in node.engines}
         self._progress = progress
@@ -131,15 +132,14 @@ class Fleet:
 
     def _check_nodes(self) -> None:
         """Raises ConfigError for the first node that lacks what the driver's has: model, programs, the run's folder."""
-        others = [node for node in self._nodes if not node.is_drivers]
-        if not others:
+        if not self._others:
             return
         canary = self.settings.log_dir / f".shared-{self.settings.namespace}"
         canary.write_text(self.settings.namespace, encoding="utf-8")
         try:
             digest = folder_digest(self.settings.model_dir)
-            asked = [node.owner.find_problem.remote(self.settings, digest, canary) for node in others]
-            for node, problem in zip(others, answers(others, asked, CHECK_S), strict=True):
+            asked = [node.owner.find_problem.remote(self.settings, digest, canary) for node in self._others]
+            for node, problem in zip(self._others, answers(self._others, asked, CHECK_S), strict=True):
                 if problem:
                     raise ConfigError(f"node {node.name} ({node.address}): {problem}")
         finally:
@@ -246,6 +246,10 @@ class Fleet:
                 where = "" if node.is_drivers else f" on {node.name}"
                 found |= {f"worker-{index}{where}": pids for index, pids in owned.items()}
         return found
+
+    def flush_logs(self) -> None:
+        """Bring the workers' logs of other nodes to where this process reads them."""
+        self._of_owners("flush_logs")
 
     def sockets(self) -> list[NodeSockets]:
         """What the workers listen on, node by node."""

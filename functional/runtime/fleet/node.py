@@ -1,11 +1,11 @@
 """One node of a run, and the Ray actor on it that owns the node's workers."""
 
-import contextlib
 import hashlib
 import json
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,8 @@ class NodeOwner:
         self._ports: PortRange | None = None
         self._folders: list[Path] = []
 
-    def facts(self) -> NodeFacts:
-        return node_facts()
+    def facts(self, rays_address: str) -> NodeFacts:
+        return node_facts(rays_address)
 
     def find_problem(self, settings: FleetSettings, model_digest: str, canary: Path) -> str | None:
         """What this node lacks of what the driver's has, in one line; None if nothing."""
@@ -115,6 +115,12 @@ class NodeOwner:
 
     def pids(self) -> dict[int, list[int]]:
         return {index: worker.pids() for index, worker in self._workers.items()}
+
+    def flush_logs(self) -> None:
+        """Bring the workers' logs to where other nodes read them: a network file system may keep them here for long."""
+        for worker in self._workers.values():
+            with suppress(OSError), worker.log.open("rb") as log:
+                os.fsync(log.fileno())
 
     def sockets(self) -> NodeSockets:
         """What the workers listen on."""
@@ -179,13 +185,13 @@ class OwnedServer:
         pass  # the owner has the connections
 
 
-def node_facts() -> NodeFacts:
-    """Of the node that this runs on."""
+def node_facts(rays_address: str) -> NodeFacts:
+    """Of the node that this runs on, which Ray knows by `rays_address`."""
     given = os.environ.get(ADDRESS_VARIABLE)
-    address = given or ray.util.get_node_ip_address()
+    address, source = (given, ADDRESS_VARIABLE) if given else (rays_address, "Ray's address of it")
     interface, name = interface_name(address), socket.gethostname()
     if interface is None:
-        return NodeFacts(name, address, {}, f"no interface has the address {address} ({ADDRESS_VARIABLE}={given})")
+        return NodeFacts(name, address, {}, f"{source} is {address}, which no interface has")
     collective = {key: value for key, value in collective_variables(interface).items() if key not in os.environ}
     return NodeFacts(name, address, collective, None)
 
@@ -215,6 +221,6 @@ def folder_digest(folder: Path) -> str:
 
 
 def is_canary(path: Path, content: str) -> bool:
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return path.read_text(encoding="utf-8") == content
     return False

@@ -75,7 +75,7 @@ def place(recipe: Recipe) -> Placement:
     of_engines = (bundle for _, bundle in places)
     owners = [_start_owner(group, *parts) for parts in zip(plans, chosen, of_engines, strict=True)]
     is_alone = [node["NodeID"] for node in chosen] == [own]
-    address, facts = (LOOPBACK, [NodeFacts("", LOOPBACK, {}, None)]) if is_alone else _ask(owners, chosen)
+    address, facts = (LOOPBACK, [NodeFacts("", LOOPBACK, {}, None)]) if is_alone else _ask(owners, chosen, own)
     nodes = tuple(
         Node(
             name=told.name or node["NodeManagerHostname"],
@@ -144,15 +144,16 @@ def _on(ray_id: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(ray_id, soft=False)
 
 
-def _ask(owners: list[Any], nodes: list[dict[str, Any]]) -> tuple[str, list[NodeFacts]]:
+def _ask(owners: list[Any], nodes: list[dict[str, Any]], drivers: str) -> tuple[str, list[NodeFacts]]:
     """The address of the driver's node, and what each node says of itself."""
-    facts, own = [], node_facts()
+    facts = []
     for owner, node in zip(owners, nodes, strict=True):
         try:
-            facts.append(ray.get(owner.facts.remote(), timeout=OWNER_S))
+            facts.append(ray.get(owner.facts.remote(node["NodeManagerAddress"]), timeout=OWNER_S))
         except ray.exceptions.RayError as error:
             where = f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
             raise RunError(f"{where}: no owner came up ({type(error).__name__}); see Ray's logs there") from error
+    own = node_facts(next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == drivers))
     for told in (own, *facts):
         if told.problem:
             raise ConfigError(f"node {told.name}: {told.problem}")

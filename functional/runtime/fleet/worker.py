@@ -61,6 +61,7 @@ class WorkerProcess:
         self._launched = 0
         self._process: ManagedProcess | None = None
         self.folder: Path | None = None
+        self.log = settings.log_dir / f"worker-{index}.log"
 
     def restart(self) -> WorkerAddress:
         """End whatever is left of the worker at once, and launch a new one, on ports that no worker here had before."""
@@ -87,10 +88,9 @@ class WorkerProcess:
         place = WorkerPlace(settings.model_dir, settings.namespace, self.folder / "kv", seed)
         command = [str(settings.programs.dynamo_python), "-m", "dynamo.vllm"]
         command += worker_arguments(settings.recipe, place)
-        log = settings.log_dir / f"worker-{self._index}.log"
         own, env_vars = worker_variables(site), settings.generation.vllm_cfg.env_vars
         environment = program_environment(settings.address, self._below, env_vars, self._above, own)
-        self._process = ManagedProcess(f"worker {self._index}", command, log, environment, folder=self.folder)
+        self._process = ManagedProcess(f"worker {self._index}", command, self.log, environment, folder=self.folder)
         ports = (rpc, stream, system, *range(engine, engine + 4))
         plane = f"{self._ports.address}:{rpc}"
         return WorkerAddress(self._index, f"http://{LOOPBACK}:{system}", plane, ports, seed)
