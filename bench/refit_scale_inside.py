@@ -21,6 +21,7 @@ from functional.engine.nh import Key
 from functional.engine.proof import Proof, TensorProof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.fleet.control import WorkerControl
+from functional.runtime.fleet.http_server import HttpServer
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.names import engine_name
 from functional.runtime.refit.probe import PROMPTS, ProbeScore, probe_prompts
@@ -85,7 +86,7 @@ def simulated(count: int) -> Iterator[tuple[str, list[Worker]]]:
         assert process.stdout is not None
         frontend, *ports = json.loads(process.stdout.readline())
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        controls = [WorkerControl(index, url, TIMEOUT_S) for index, url in enumerate(urls)]
+        controls = [WorkerControl(index, HttpServer(url), TIMEOUT_S) for index, url in enumerate(urls)]
         yield f"http://127.0.0.1:{frontend}", [Worker(index, index, control) for index, control in enumerate(controls)]
         process.stdin.close()
 

@@ -63,7 +63,7 @@ def run(
         session.say(f"warning: {warning}")
     failure, is_bad_input = carry_out(session, programs, log_dir)
     shutil.rmtree(run_dir, ignore_errors=True)
-    leftovers = find_leftovers(run_dir, session.ports)
+    leftovers = [*session.remains, *find_leftovers(run_dir, session.ports)]
     session.checks.add(
         "teardown.nothing_left", not leftovers, "; ".join(leftovers) or "no process, port or folder of the run is left"
     )

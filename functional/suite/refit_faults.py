@@ -49,7 +49,7 @@ class UnclearedControl(WorkerControl):
     """A worker's control whose clears do not happen: `refused` once, or always answered with ok (`ignored`)."""
 
     def __init__(self, control: WorkerControl, timeout_s: float, clears: Literal["refused", "ignored"]) -> None:
-        super().__init__(control.index, control.url, timeout_s)
+        super().__init__(control.index, control.server, timeout_s)
         self.clears = clears
         self.refusals = 0
 

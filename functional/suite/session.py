@@ -14,7 +14,9 @@ from typing import Any
 from functional.runtime.errors import ConfigError, InterruptedRunError, RolloutError, RunError
 from functional.runtime.fleet.fleet import Fleet
 from functional.runtime.fleet.programs import Programs
+from functional.runtime.fleet.remains import Traces
 from functional.runtime.fleet.settings import FleetSettings, new_namespace
+from functional.runtime.fleet.sockets import NodeSockets
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.jsonlines import JsonLines
 from functional.runtime.recipe.architectures import find_model_problem
@@ -36,16 +38,15 @@ from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import checks
 from functional.suite.batch import RolloutBatch, score
 from functional.suite.checklist import Checklist
-from functional.suite.cluster import local_ray, reserve
+from functional.suite.cluster import cluster_address, joined_ray
 from functional.suite.data import measure_data
 from functional.suite.flaky import flaky_proxy
 from functional.suite.models import find_model, find_tokenizer
 from functional.suite.preflight import Prepared
-from functional.suite.report import LostSample, Refit, Report, Step, Topology, write_atomically
+from functional.suite.report import LostSample, NodePlace, Refit, Report, Step, Topology, write_atomically
 from functional.suite.seeds import check_seeds
 from functional.suite.tasks import Task, make_task
 
-ADDRESS = "127.0.0.1"
 WATCH_INTERVAL_S = 0.5
 SEED_TOKENS = 64
 EVENT_DELAY_S = 0.5
@@ -88,6 +89,8 @@ class Session:
         self.began = time.monotonic()
         self.checks = Checklist()
         self.ports: list[int] = []
+        self.remains: list[str] = []
+        self._joined: Any = None
         self._stack = ExitStack()
         self._events = self._stack.enter_context(JsonLines(out / "events.jsonl"))
 
@@ -120,28 +123,37 @@ class Session:
             self.tokenizer = find_tokenizer(str(model_dir))
             self.report.data = measure_data(recipe, self.tokenizer)
         parser = self._stack.enter_context(EngineCheck.of(recipe, programs.dynamo_python, model_dir))
-        self._phase("ray", lambda: self._stack.enter_context(local_ray(self.run_dir, recipe)))
+        self._phase("ray", lambda: self._stack.enter_context(joined_ray(self.run_dir, recipe)))
         signal.signal(signal.SIGTERM, interrupt)  # after Ray has set its own
 
         import ray
 
+        from functional.runtime.fleet.placement import place
+        from functional.suite.joined import JoinedRun
         from functional.suite.trainer import RemoteWeights, Trainer
 
-        placements = reserve([1] + [recipe.devices_per_engine] * recipe.num_engines)
-        trainer = Trainer.options(placement_group=placements[0]).remote(recipe, model_dir)  # type: ignore[attr-defined]
+        placement = self._phase("placement", lambda: place(recipe))
+        traces: dict[str, Traces] = {}
+        self._stack.callback(lambda: self._look_for_remains(traces))
+        self._stack.callback(placement.close)
+        trainer = Trainer.options(**placement.trainer).remote(recipe, model_dir)  # type: ignore[attr-defined]
         self._stack.callback(ray.kill, trainer)
+        namespace = new_namespace()
+        if cluster_address() is not None:
+            self._joined = JoinedRun(placement, trainer, namespace)
         settings = FleetSettings(
-            namespace=new_namespace(),
+            namespace=namespace,
             recipe=recipe,
             model_dir=model_dir,
             run_dir=self.run_dir,
             log_dir=(self.out / "logs").resolve(),
             programs=programs,
-            address=ADDRESS,
+            address=placement.address,
         )
         patience = generation.dynamo_cfg.startup_timeout_s
         self._phase("engine's parser", lambda: parser.result(patience, recipe.scrub))
-        fleet = Fleet(settings, placements[1:], self.say)
+        fleet = Fleet(settings, placement.nodes, self.say)
+        self._stack.callback(lambda: traces.update(fleet.traces))
         self._stack.callback(fleet.shutdown)
         self._stack.callback(lambda: self.ports.extend(fleet.listening_ports()))
         self.event("fleet: starting")
@@ -153,12 +165,18 @@ class Session:
             device=recipe.cluster.device,
             share_gpu=recipe.cluster.share_gpu,
             note="TEST TOPOLOGY: trainer and worker share one GPU" if recipe.cluster.share_gpu else "",
+            nodes=[NodePlace.model_validate(node) for node in placement.nodes],
         )
         self.report.topology.seeds = fleet.seeds  # grows with every worker that is replaced
         self.report.parameters = self._phase("trainer", lambda: watched(fleet, trainer.ready.remote()))
         self._name_processes(fleet.pids())
         weights = RemoteWeights(trainer, generation.dynamo_cfg.control_timeout_s)
-        self._train(self._prepare(fleet, trainer, weights, model_dir))
+        self._train(self._prepare(fleet, trainer, weights, model_dir, placement))
+
+    def _look_for_remains(self, traces: dict[str, Traces]) -> None:
+        """On a cluster that outlives the run; where it does not, the driver looks once Ray is gone."""
+        if self._joined is not None:
+            self.remains = self._joined.find_remains(traces)
 
     def _name_processes(self, fleet: dict[str, list[int]]) -> None:
         """Write processes.json: process ids by name, for whoever watches the run from outside."""
@@ -172,7 +190,7 @@ class Session:
         self.say(f"{name} ready in {seconds:.1f} s")
         return result
 
-    def _prepare(self, fleet: Fleet, trainer: Any, weights: Any, model_dir: Path) -> Parts:
+    def _prepare(self, fleet: Fleet, trainer: Any, weights: Any, model_dir: Path, placement: Any) -> Parts:
         recipe, generation, tokenizer = self.recipe, self.recipe.policy.generation, self.tokenizer
         task = make_task(recipe.data.dataset_name, tokenizer, recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
         model_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
@@ -226,7 +244,7 @@ class Session:
                 weights,
                 gate,
                 probe,
-                address=ADDRESS,
+                address=placement.trainer_node.address,
                 timeout_s=generation.dynamo_cfg.control_timeout_s,
                 attempts=generation.dynamo_cfg.update_attempts,
                 replace=replace_lost,
@@ -263,7 +281,8 @@ class Session:
         steps, fleet = self.recipe.grpo.max_num_steps, parts.fleet
         self._refit(parts, 0)
         self._check_seeds(parts)
-        self.report.sockets = checks.check_sockets(self.checks)
+        sockets = [NodeSockets.here()] if self._joined is None else self._joined.sockets(fleet)
+        self.report.sockets = checks.check_sockets(self.checks, sockets)
         for step in range(1, steps + 1):
             self._step(parts, step)
             checks.check_stale_refused(self.checks, step, parts.refit)
@@ -275,6 +294,7 @@ class Session:
         fleet.check_membership()
         parts.telemetry.poll()
         checks.check_telemetry(self.checks, parts.telemetry, len(parts.instances) - len(fleet.workers))
+        fleet.flush_logs()
         self._check_join(parts)
         self._keep_metrics(fleet)
 

@@ -130,8 +130,10 @@ class VllmKwargs(OpenSection):
 
 
 class Resources(Section):
+    """`colocated.resources`: nodes with engines, null for all, and the devices that engines take on each."""
+
     gpus_per_node: int = Field(1, ge=1)
-    num_nodes: int = Field(1, ge=1)
+    num_nodes: int | None = Field(None, ge=1)
 
 
 class Colocated(Section):
@@ -274,10 +276,14 @@ class Recipe(Section):
         return vllm.tensor_parallel_size * vllm.pipeline_parallel_size
 
     @property
+    def engine_nodes(self) -> int:
+        """Number of nodes with engines."""
+        return self.policy.generation.colocated.resources.num_nodes or self.cluster.num_nodes
+
+    @property
     def num_engines(self) -> int:
         """Number of `dynamo.vllm` workers."""
-        resources = self.policy.generation.colocated.resources
-        return resources.gpus_per_node * resources.num_nodes // self.devices_per_engine
+        return self.policy.generation.colocated.resources.gpus_per_node * self.engine_nodes // self.devices_per_engine
 
     @property
     def transport(self) -> Transport:
