@@ -34,15 +34,15 @@ up() {
   "$repo/ci/bootstrap.sh" --slurm
   mkdir -p "$state"/{etc,run,log,shared,pid}
   chmod 1777 "$state/shared"
-  trap 'down' ERR
+  trap 'down' EXIT
   seq -f 'node%.0f' "$nodes" >"$state/nodes"
   write_configuration "$gpus"
   start login
   while read -r node; do
     start "$node"
   done <"$state/nodes"
-  wait_until_idle
-  trap - ERR
+  wait_for "idle nodes" all_idle
+  trap - EXIT
   echo "Slurm is up: $nodes nodes with $gpus GPUs each; 'ci/slurm/local.sh run -u alice sinfo' shows it"
 }
 
@@ -140,7 +140,7 @@ first_process() {
 
 lives() {
   local pid
-  pid=$(cat "$state/pid/$1" 2>/dev/null) && tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "$self"
+  pid=$(cat "$state/pid/$1" 2>/dev/null) && tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "^unshare .* $self machine $1"
 }
 
 # In a process of its own: enter NAME's cgroup first, so that its cgroup namespace begins there.
@@ -221,10 +221,6 @@ mounts() {
   mount --bind "$state/$name/tmp" /tmp
 }
 
-wait_until_idle() {
-  wait_for "idle nodes" all_idle
-}
-
 all_idle() {
   [ "$(run sinfo --noheader --Node --states=idle --format=%N | sort -u | wc -l)" = "$(wc -l <"$state/nodes")" ]
 }
@@ -252,7 +248,8 @@ run() {
   lives "$node" || die "$node is not running: ci/slurm/local.sh up"
   nsenter --target "$(first_process "$node")" --mount --uts --net --pid --ipc --cgroup --wd=/srv -- \
     setpriv --reuid="$(id_of "$user")" --regid="$(id_of "$user")" --clear-groups --inh-caps=-all \
-    env SLURM_CONF=/run/slurm/etc/slurm.conf HOME="$([ "$user" = root ] && echo /root || echo "/home/$user")" USER="$user" LOGNAME="$user" "$@"
+    env --ignore-environment SLURM_CONF=/run/slurm/etc/slurm.conf PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin \
+    HOME="$([ "$user" = root ] && echo /root || echo "/home/$user")" USER="$user" LOGNAME="$user" "$@"
 }
 
 id_of() {
