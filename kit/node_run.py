@@ -1,6 +1,6 @@
 """`./build.py run` for machines with Python ≥ 3.11 and none of the kit's packages, such as the nodes of a cluster.
 
-    python3 -m kit.node_run --sqsh FILE [--mount SRC:DST[:ro]]… [--env NAME[=value]]… -- COMMAND…
+python3 -m kit.node_run --sqsh FILE [--mount SRC:DST[:ro]]… [--env NAME[=value]]… -- COMMAND…
 """
 
 from __future__ import annotations

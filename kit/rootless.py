@@ -1,6 +1,8 @@
-"""What the kit's runner does for a user without root, who can neither mount a squashfs nor make namespaces but in a user
-namespace of their own: mount it with squashfuse there, or unpack it where that cannot be done. Standard library only, as
-kit/run.py is: see kit/node_run.py."""
+"""What the kit's runner does for a user without root, who can neither mount a squashfs nor make namespaces but in a
+user namespace of their own: mount it with squashfuse there, or unpack it where that cannot be done.
+
+Standard library only, as kit/run.py is: see kit/node_run.py.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def prepared_root(squashfs: Path, state: Path) -> Iterator[Path | None]:
         words = ["unsquashfs", "-no-progress", "-no-xattrs", "-force", "-dest", str(folder), str(squashfs)]
         finished = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if finished.returncode != 0:
-            raise KitError(f"unsquashfs failed: {' | '.join(finished.stderr.split(chr(10))[-3:])}", f"see {folder.parent}")
+            raise KitError(
+                f"unsquashfs failed: {' | '.join(finished.stderr.split(chr(10))[-3:])}", f"see {folder.parent}"
+            )
         yield folder
     finally:
         _remove(folder)

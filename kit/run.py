@@ -1,5 +1,5 @@
-"""Run a command inside a squashfs: with enroot where it is installed, else with the kit's own runner, which needs no root
-(kit/rootless.py).
+"""Run a command inside a squashfs: with enroot where it is installed, else with the kit's own runner, as root or
+without (kit/rootless.py).
 
 The kit's: util-linux `unshare` makes the namespaces, `kit/container_init.py` is the first process in them. This side
 forwards signals and waits. A pipe connects the two: when this process ends, for whatever reason, the pipe closes, the

@@ -1,0 +1,169 @@
+#!/usr/bin/env bash
+# What ray.sub runs on the nodes, outside the container; it arrives as the text of `bash -c`, because a node may see none of
+# our files.
+#
+#   check            check what the job needs here, and end
+#   keep             the same, then make the node's private scratch, hold it until the end, and remove it
+#   enter ROLE       the container of the node, for the back ends that srun does not know
+#   attach COMMAND…  a shell, or the command, in the container that is running here
+set -euo pipefail
+node=${SLURMD_NODENAME:-$(hostname -s)}
+scratch=$JOB_SCRATCH
+
+die() {
+  echo "error: $node: $*" >&2
+  exit 70
+}
+
+check() {
+  check_shared
+  check_container
+  if [ "$CONTAINER_BACKEND" = runner ]; then
+    new_python >/dev/null
+    unshare --user --map-root-user --mount --pid --fork true ||
+      die "user namespaces are not allowed here, which the runner needs: see docs/slurm.md"
+  fi
+}
+
+keep() {
+  remove_stale
+  check
+  trap withdraw TERM INT
+  make_scratch
+  echo "$SLURM_STEP_ID" >"$JOB_FOLDER/keeper"
+  {
+    hostname -I 2>/dev/null || true
+    [ -z "${INTERFACE:-}" ] || ip -4 -o address show dev "$INTERFACE" | awk '{sub("/.*", "", $4); print $4; exit}'
+  } >"$JOB_FOLDER/nodes/.$node"
+  mv "$JOB_FOLDER/nodes/.$node" "$JOB_FOLDER/nodes/$node"
+  while :; do
+    sleep 3600 &
+    wait $! || true
+  done
+}
+
+# Scratch of our earlier jobs whose keeper was killed: nobody holds its lock.
+remove_stale() {
+  local folder
+  for folder in "$(dirname "$scratch")"/functional-*; do
+    if [ -O "$folder" ] && [ -d "$folder" ] && [ ! -L "$folder" ]; then
+      # shellcheck disable=SC2094  # the folder is only held open
+      (flock --nonblock 9 && remove "$folder") 9<"$folder" 2>/dev/null || true
+    fi
+  done
+}
+
+make_scratch() {
+  local new
+  if [ -e "$scratch" ] || [ -L "$scratch" ]; then
+    die "$scratch is there already: remove it, or set SCRATCH to another folder"
+  fi
+  new=$(dirname "$scratch")/.${scratch##*/}
+  mkdir -m 700 "$new" || die "cannot make $new: set SCRATCH to a folder on each node's own disk"
+  exec 9<"$new"
+  flock 9
+  mkdir -m 1777 "$new/tmp"
+  mkdir "$new/kit"
+  touch "$new/used"
+  mv "$new" "$scratch"
+}
+
+check_shared() {
+  local deadline=$((SECONDS + SHARED_DEADLINE_S))
+  until ls "$JOB_FOLDER" >/dev/null 2>&1 && [ "$(cat "$JOB_FOLDER/canary" 2>/dev/null)" = "$JOB_CANARY" ]; do
+    [ $SECONDS -lt $deadline ] ||
+      die "does not see the job's files in $JOB_FOLDER within $SHARED_DEADLINE_S s: BASE_LOG_DIR must be on a file system that all nodes share"
+    sleep 0.5
+  done
+}
+
+check_container() {
+  local mount mounts
+  if [[ "$CONTAINER" == /* ]]; then
+    [ -e "$CONTAINER" ] || die "there is no $CONTAINER here: CONTAINER must be on a file system that all nodes share"
+    [ -r "$CONTAINER" ] || die "$CONTAINER cannot be read by $(id -un 2>/dev/null || id -u)"
+  fi
+  IFS=, read -ra mounts <<<"${MOUNTS:-}"
+  for mount in "${mounts[@]}"; do
+    [ -e "${mount%%:*}" ] || die "there is no ${mount%%:*} here, which MOUNTS names"
+  done
+}
+
+# The container may still be ending. While it lives, its files stay: should we be killed, the next job removes them.
+withdraw() {
+  trap '' TERM INT
+  flock "$scratch/used" true
+  remove "$scratch"
+  rm -f "$JOB_FOLDER/nodes/$node"
+  exit 0
+}
+
+remove() {
+  local try
+  for try in 1 2 3; do
+    rm -rf "$1" 2>/dev/null && return
+    chmod -R u+rwX "$1" 2>/dev/null || sleep "$try"
+  done
+  echo "error: $node: cannot remove $1" >&2
+}
+
+enter() {
+  local words=(python3 "$JOB_FOLDER/ray_node.py" "$1" "$JOB_FOLDER")
+  exec 8<"$scratch/used"
+  flock --shared 8
+  export KIT_STATE=$scratch/kit
+  "enter_$CONTAINER_BACKEND" "${words[@]}"
+}
+
+enter_runner() {
+  local options=() mount mounts name
+  IFS=, read -ra mounts <<<"$JOB_MOUNTS"
+  for mount in "${mounts[@]}"; do
+    options+=(--mount "$mount")
+  done
+  # Names alone: values would be there for all to see.
+  for name in $(compgen -e | grep -E '^(SLURM_|SLURMD_|CUDA_VISIBLE_DEVICES$)'); do
+    options+=(--env "$name")
+  done
+  cd "$KIT" || die "cannot enter $KIT, the kit's folder: it must be on a file system that all nodes share"
+  PYTHONDONTWRITEBYTECODE=1 exec "$(new_python)" -m kit.node_run --sqsh "$CONTAINER" "${options[@]}" -- "$@"
+}
+
+new_python() {
+  local name
+  for name in python3 python3.14 python3.13 python3.12 python3.11; do
+    if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$name"
+      return
+    fi
+  done
+  die "the runner needs Python 3.11 or newer on each node: install it, or use another CONTAINER_BACKEND"
+}
+
+enter_enroot() {
+  local options=() mount mounts
+  IFS=, read -ra mounts <<<"$JOB_MOUNTS"
+  for mount in "${mounts[@]}"; do
+    options+=(--mount "${mount%:ro}:none:x-create=auto,rbind$([[ "$mount" != *:ro ]] || echo ,ro)")
+  done
+  mkdir -p "$scratch/kit"/{runtime,cache,data,temp}
+  export ENROOT_RUNTIME_PATH=$scratch/kit/runtime ENROOT_CACHE_PATH=$scratch/kit/cache
+  export ENROOT_DATA_PATH=$scratch/kit/data ENROOT_TEMP_PATH=$scratch/kit/temp ENROOT_MOUNT_HOME=n
+  exec enroot start --root --rw "${options[@]}" "$CONTAINER" "$@"
+}
+
+attach() {
+  local pid
+  for pid in $(pgrep -u "$(id -u)" -f "ray_node.py (head|worker) $JOB_FOLDER" | sort -rn); do
+    [ "$(readlink "/proc/$pid/ns/mnt")" = "$(readlink /proc/self/ns/mnt)" ] || break
+  done
+  [ -n "${pid:-}" ] || die "no container of job $SLURM_JOB_ID is running here"
+  local inside=(nsenter --target "$pid" --user --preserve-credentials --mount --uts --ipc --pid)
+  # shellcheck disable=SC2016  # for the shell inside
+  if [ $# -gt 0 ]; then
+    exec "${inside[@]}" --wd=/ bash -c '. /tmp/functional/environment; exec "$@"' attach "$@"
+  fi
+  exec "${inside[@]}" --wd=/ bash --rcfile /tmp/functional/environment -i
+}
+
+"$@"
