@@ -41,23 +41,28 @@ def run_functional(name: str, recipes: Sequence[str] = (), overrides: Sequence[s
         raise UsageError(f"two recipes: {' and '.join(recipes)}", "name one; settings are written key=value")
     made = release(name)
     with only_run(f"functional-{name}"):
-        record = _checked_release(made)
+        record = checked_release(made)
         for left in made.folder.glob(f"{WORK_PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)
         results = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=made.folder))
         try:
             say(f"running the suite in {made.sqsh.name}; its log goes to {made.functional}/logs at the end")
             ended = run_container(_container(made, results, recipes, overrides), engine)
-            if why := _unfit(ended, results):
-                _move(results, _incomplete(made))
-                raise KitError(why, f"what the suite wrote is in {_incomplete(made)}; earlier results stay")
-            section = _section(record, results, made, ended.status)
-            _move(results, made.functional)
-            add_section(made.record, section, replace=True)
+            record_results(made, record, results, ended)
         finally:
             shutil.rmtree(results, ignore_errors=True)
-        say(f"suite {section.status}: {section.passed} passed, {section.failed} failed, {section.skipped} skipped")
         return ended.status
+
+
+def record_results(made: Release, record: Record, results: Path, ended: Ended) -> None:
+    """Move the suite's files to the release and add them to its record; those that are no results are kept apart."""
+    if why := _unfit(ended, results):
+        _move(results, _incomplete(made))
+        raise KitError(why, f"what the suite wrote is in {_incomplete(made)}; earlier results stay")
+    section = _section(record, results, made, ended.status)
+    _move(results, made.functional)
+    add_section(made.record, section, replace=True)
+    say(f"suite {section.status}: {section.passed} passed, {section.failed} failed, {section.skipped} skipped")
 
 
 def newest_release() -> str:
@@ -80,7 +85,7 @@ def count_results(junit: Path) -> Counts:
     return Counts(len(cases) - failed - skipped, failed, skipped)
 
 
-def _checked_release(made: Release) -> Record:
+def checked_release(made: Release) -> Record:
     """The record, once the squashfs is seen to be the one it names."""
     check_squashfs(made.sqsh)
     record = read_record(made.record)

@@ -160,7 +160,8 @@ def run_command(job: Job, ray: subprocess.Popen[bytes], workers: Workers, ending
             if lost := workers.lost():
                 raise ClusterError(lost)
             time.sleep(0.1)
-    return command.returncode if command.returncode >= 0 else 128 - command.returncode
+    status: int = command.returncode
+    return status if status >= 0 else 128 - status
 
 
 class Workers:
