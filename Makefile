@@ -62,4 +62,4 @@ test:
 	@ci/test.sh $(PARTS)
 
 test-full:
-	@ci/test.sh static unit road stations inside faults full
+	@ci/test.sh static unit road stations slurm inside faults full

@@ -11,8 +11,10 @@ from kit.errors import KitError
 TIMEOUT_S = 60.0  # a busy controller answers late
 HINT = "this must run where jobs are submitted from"
 ENDED = frozenset(
-    ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED")
-    + ("TIMEOUT",)
+    (
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
+        *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+    )
 )
 
 

@@ -32,7 +32,6 @@ INFRASTRUCTURE = 70  # exit status: what failed is not the command
 BEAT_S = 2.0
 END_S = 10.0  # for Ray's processes and ours, within the time that Slurm gives between SIGTERM and SIGKILL (KillWait)
 SCRATCH = Path("/tmp/functional")  # the job's private /tmp is mounted on /tmp
-RUNTIME_PORTS = 256  # for what the command starts
 OWN_PORTS = 10
 FIRST_PORT, LAST_PORT = 1100, 65535
 NOT_HANDED_ON = ("HOME", "PATH", "PWD", "OLDPWD", "SHELL", "SHLVL", "TMPDIR", "_", "LD_LIBRARY_PATH", "LD_PRELOAD")
@@ -75,11 +74,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Ports:
-    """A block of ports of this node, outside its ephemeral range, reserved for this job while `lock` is open."""
+    """A block of ports of this node, outside its ephemeral range, reserved for Ray while `reservations` are open."""
 
     first: int
     last: int
-    lock: socket.socket
+    reservations: list[socket.socket]
 
     @property
     def ray(self) -> int:
@@ -90,16 +89,8 @@ class Ports:
         return self.first + 1
 
     @property
-    def own(self) -> range:
-        return range(self.first, self.first + OWN_PORTS)
-
-    @property
-    def runtime(self) -> tuple[int, int]:
-        return self.first + OWN_PORTS, self.first + OWN_PORTS + RUNTIME_PORTS - 1
-
-    @property
     def workers(self) -> tuple[int, int]:
-        return self.runtime[1] + 1, self.last
+        return self.first + OWN_PORTS, self.last
 
 
 def main() -> int:
@@ -125,9 +116,9 @@ def main() -> int:
 
 def run_head(job: Job, ports: Ports, ending: threading.Event, started: float) -> int:
     phase(job, "container", started)
+    os.environ["RAY_ADDRESS"] = f"{job.address}:{ports.ray}"  # for Ray's workers too
     with ray_started(job, ports, ["--head", f"--port={ports.ray}"]) as ray, listening(job, ports) as server:
         wait_for_port(job, ray, ports.ray, ending)
-        os.environ["RAY_ADDRESS"] = f"{job.address}:{ports.ray}"
         phase(job, "ray head", time.time())
         workers = Workers(job, server)
         write_whole(
@@ -335,32 +326,41 @@ def prepare_environment(job: Job) -> None:
 
 
 def reserve_ports(job: Job) -> Ports:
-    """The first block that no job holds and in which our own ports are free; each job begins to look at another.
+    """The first block of free ports that nobody has reserved; each job begins to look at another.
 
-    A block is held by an abstract Unix socket named for it: one holder per network namespace, whoever its user, and
-    nothing to remove.
+    A port is reserved by an abstract Unix socket named for it, as the runtime in the image does it: one holder in a
+    network namespace, whoever its user and whatever its container, and nothing to remove.
     """
     low, high = ephemeral_range()
-    size = OWN_PORTS + RUNTIME_PORTS + 64 + 2 * (os.cpu_count() or 1)  # 2 workers of Ray per processor, and some
+    size = OWN_PORTS + 64 + 2 * (os.cpu_count() or 1)  # 2 workers of Ray per processor, and some
     starts = [
         start for start in range(FIRST_PORT, LAST_PORT - size + 2, size) if start + size - 1 < low or start > high
     ]
     offset = int(job.facts["id"]) % max(1, len(starts))
     for start in starts[offset:] + starts[:offset]:
-        lock = socket.socket(socket.AF_UNIX)
-        try:
-            lock.bind(f"\0functional-ports-{start}")
-        except OSError:
-            lock.close()
-            continue
-        ports = Ports(start, start + size - 1, lock)
-        if all(is_free(job.address, port) for port in ports.own):
-            os.environ["FUNCTIONAL_PORTS"] = "{}-{}".format(*ports.runtime)
-            return ports
-        lock.close()
+        if (reservations := reserved(job.address, range(start, start + size))) is not None:
+            return Ports(start, start + size - 1, reservations)
     raise ClusterError(
         f"no block of {size} free ports outside the ephemeral range {low}–{high}: see net.ipv4.ip_local_port_range"
     )
+
+
+def reserved(address: str, ports: range) -> list[socket.socket] | None:
+    """What holds all of `ports`; None if one of them is not to be had."""
+    held = []
+    for port in ports:
+        held.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        try:
+            held[-1].bind(f"\0functional-port-{port}")
+        except OSError:
+            break
+        if not is_free(address, port):
+            break
+    else:
+        return held
+    for reservation in held:
+        reservation.close()
+    return None
 
 
 def ephemeral_range() -> tuple[int, int]:
