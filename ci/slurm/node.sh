@@ -161,9 +161,9 @@ attach() {
   local inside=(nsenter --target "$pid" --user --preserve-credentials --mount --uts --ipc --pid)
   # shellcheck disable=SC2016  # for the shell inside
   if [ $# -gt 0 ]; then
-    exec "${inside[@]}" --wd=/ bash -c '. /tmp/functional/environment; exec "$@"' attach "$@"
+    exec "${inside[@]}" bash -c '. /tmp/functional/environment; exec "$@"' attach "$@"
   fi
-  exec "${inside[@]}" --wd=/ bash --rcfile /tmp/functional/environment -i
+  exec "${inside[@]}" bash --rcfile /tmp/functional/environment -i
 }
 
 "$@"

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, NoReturn
 
 INFRASTRUCTURE = 70  # exit status: what failed is not the command
 BEAT_S = 2.0
-END_S = 10.0  # for Ray's processes and ours, within the time that Slurm gives between SIGTERM and SIGKILL (KillWait)
+END_S = 10.0  # for the command when the cluster fails, within what Slurm gives between SIGTERM and SIGKILL (KillWait)
 SCRATCH = Path("/tmp/functional")  # the job's private /tmp is mounted on /tmp
 OWN_PORTS = 10
 FIRST_PORT, LAST_PORT = 1100, 65535
@@ -89,6 +89,11 @@ class Ports:
         return self.first + 1
 
     @property
+    def manager(self) -> int:
+        """Of the raylet, the last of Ray's servers to come."""
+        return self.first + 2
+
+    @property
     def workers(self) -> tuple[int, int]:
         return self.first + OWN_PORTS, self.last
 
@@ -118,7 +123,7 @@ def run_head(job: Job, ports: Ports, ending: threading.Event, started: float) ->
     phase(job, "container", started)
     os.environ["RAY_ADDRESS"] = f"{job.address}:{ports.ray}"  # for Ray's workers too
     with ray_started(job, ports, ["--head", f"--port={ports.ray}"]) as ray, listening(job, ports) as server:
-        wait_for_port(job, ray, ports.ray, ending)
+        wait_for_port(job, ray, ports.manager, ending)
         phase(job, "ray head", time.time())
         workers = Workers(job, server)
         write_whole(
@@ -244,7 +249,7 @@ def run_worker(job: Job, ports: Ports, ending: threading.Event, started: float) 
     head = wait_for_head(job, ending)
     os.environ["RAY_ADDRESS"] = f"{head['address']}:{head['ray']}"
     with ray_started(job, ports, [f"--address={os.environ['RAY_ADDRESS']}"]) as ray:
-        wait_for_port(job, ray, ports.ray + 2, ending)
+        wait_for_port(job, ray, ports.manager, ending)
         with connected(job, head) as connection:
             lines = [told, {"phase": "ray worker", "node": job.node, "at": time.time()}]
             connection.sendall("".join(json.dumps(line) + "\n" for line in lines).encode())
@@ -381,11 +386,11 @@ def is_free(address: str, port: int) -> bool:
 
 @contextlib.contextmanager
 def ray_started(job: Job, ports: Ports, role: list[str]) -> Any:
-    manager, objects, environment, grpc, http, metrics = range(ports.ray + 2, ports.ray + 8)
+    objects, environment, grpc, http, metrics, client = range(ports.manager + 1, ports.manager + 7)
     words = [
         "ray", "start", "--block", *role,
         f"--node-ip-address={job.address}",
-        f"--node-manager-port={manager}",
+        f"--node-manager-port={ports.manager}",
         f"--object-manager-port={objects}",
         f"--runtime-env-agent-port={environment}",
         f"--dashboard-agent-grpc-port={grpc}",
@@ -398,10 +403,13 @@ def ray_started(job: Job, ports: Ports, role: list[str]) -> Any:
         "--disable-usage-stats",
     ]  # fmt: skip
     if role[0] == "--head":
-        words += ["--include-dashboard=false", f"--ray-client-server-port={ports.ray + 8}", "--temp-dir=/tmp/ray"]
+        # The monitor serves the autoscaler, and its figures to everybody.
+        words += ["--include-dashboard=false", "--no-monitor"]
+        words += [f"--ray-client-server-port={client}", "--temp-dir=/tmp/ray"]
     if size := job.facts["object_store_bytes"]:
         words.append(f"--object-store-memory={size}")
-    with ray_log(job).open("ab") as log, group(words, signal.SIGTERM, stdout=log, stderr=log) as process:
+    # It takes SIGTERM for more than 10 s, and has nothing to save.
+    with ray_log(job).open("ab") as log, group(words, signal.SIGKILL, stdout=log, stderr=log) as process:
         yield process
 
 

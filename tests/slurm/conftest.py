@@ -90,8 +90,10 @@ def local(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     return finished
 
 
-def submit(command: str, *options: str, nodes: int = 2, gpus: int = 2, **settings: str) -> Job:
-    """As alice, from a folder of hers on the shared file system."""
+def submit(
+    command: str, *options: str, nodes: int = 2, gpus: int = 2, settings: Mapping[str, str] | None = None
+) -> Job:
+    """As alice, from a folder of hers on the shared file system; `settings` are variables."""
     environment = {
         "CONTAINER": "/srv/images/cpu.sqsh",
         "MOUNTS": "/srv/alice:/srv/alice",
@@ -100,7 +102,7 @@ def submit(command: str, *options: str, nodes: int = 2, gpus: int = 2, **setting
         "BASE_LOG_DIR": "/srv/alice/logs",
         "CONTAINER_BACKEND": "runner",
         "OBJECT_STORE_BYTES": str(OBJECT_STORE_BYTES),
-        **settings,
+        **(settings or {}),
     }
     exclusive = () if "--oversubscribe" in options else ("--exclusive",)
     finished = local(
