@@ -35,12 +35,13 @@ def check_user_namespaces() -> None:
 def prepared_root(squashfs: Path, state: Path) -> Iterator[Path | None]:
     """Yield None where the first process of the container can mount the squashfs, else a folder with its content, which
     is removed at the end."""
-    reason = _why_not_mounted()
+    reason = why_not_mounted()
     if reason is None:
         yield None
         return
     if shutil.which("unsquashfs") is None:
         raise KitError(f"{reason}, and unsquashfs is not installed", "install squashfuse, or squashfs-tools")
+    state.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="container-", dir=state))
     try:
         print(f"note: {reason}: unpacking {squashfs} into {folder}", file=sys.stderr)
@@ -55,7 +56,8 @@ def prepared_root(squashfs: Path, state: Path) -> Iterator[Path | None]:
         _remove(folder)
 
 
-def _why_not_mounted() -> str | None:
+def why_not_mounted() -> str | None:
+    """Why a container of this user cannot mount a squashfs here, if it cannot."""
     if shutil.which("squashfuse") is None:
         return "squashfuse is not installed"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):

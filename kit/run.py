@@ -20,7 +20,7 @@ import tempfile
 import termios
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -129,16 +129,16 @@ def _run_in_enroot(container: Container) -> Ended:
 
 
 def _run_in_namespaces(container: Container) -> Ended:
-    base = state_dir() / "container"
-    base.mkdir(parents=True, exist_ok=True)
-    rootless = os.geteuid() != 0
-    if rootless:
-        check_user_namespaces()
-    with prepared_root(container.squashfs, state_dir()) if rootless else nullcontext() as unpacked:
-        return _run_on_root(container, base, rootless, unpacked)
+    if os.geteuid() == 0:
+        base = state_dir() / "container"
+        base.mkdir(parents=True, exist_ok=True)
+        return _run_on_root(container, base, rootless=False, unpacked=None)
+    check_user_namespaces()
+    with prepared_root(container.squashfs, state_dir()) as unpacked:
+        return _run_on_root(container, Path("/dev/shm"), rootless=True, unpacked=unpacked)
 
 
-def _run_on_root(container: Container, base: Path, rootless: bool, unpacked: Path | None) -> Ended:
+def _run_on_root(container: Container, base: Path, *, rootless: bool, unpacked: Path | None) -> Ended:
     spec = Spec(
         squashfs=str(container.squashfs.absolute()),
         base=str(base),

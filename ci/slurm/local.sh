@@ -47,7 +47,7 @@ up() {
 }
 
 write_configuration() {
-  local tracking=proctrack/linuxproc count name
+  local tracking=proctrack/linuxproc count name runc
   count=$(wc -l <"$state/nodes")
   if [ -d $freezer ]; then
     tracking=proctrack/cgroup
@@ -84,6 +84,14 @@ CONF
   cat >"$state/etc/cgroup.conf" <<CONF
 CgroupPlugin=cgroup/v1
 CgroupMountpoint=/sys/fs/cgroup
+CONF
+  # As Slurm's documentation has it for users without root.
+  runc="runc --rootless=true --root=/run/user/runc"
+  cat >"$state/etc/oci.conf" <<CONF
+RunTimeQuery="$runc state %n.%u.%j.%s.%t"
+RunTimeKill="$runc kill -a %n.%u.%j.%s.%t"
+RunTimeDelete="$runc delete --force %n.%u.%j.%s.%t"
+RunTimeRun="$runc run %n.%u.%j.%s.%t -b %b"
 CONF
   : >"$state/etc/gres.conf"
   if [ "$1" != 0 ]; then
@@ -181,7 +189,7 @@ has_address() {
 }
 
 mounts() {
-  local name=$1 device
+  local name=$1 device controller
   mount --make-rprivate /
   # The repository first: the mounts that follow may cover it.
   mkdir -p "$state/shared/kit"
@@ -209,14 +217,17 @@ mounts() {
   done
   mount --rbind "$state/dev/$name" /dev
   mount -t tmpfs -o mode=755 tmpfs /run
-  mkdir /run/slurm /run/slurmd
+  mkdir -p /run/slurm /run/slurmd /run/user
+  mkdir -m 1777 /run/user/runc # Slurm 22.05 cannot put the user into the path
   mount --bind "$state/run" /run/slurm
   mkdir -p /run/slurm/etc
   mount --bind "$state/etc" /run/slurm/etc
   if [ -d $freezer ]; then
     mount -t tmpfs -o mode=755 tmpfs /sys/fs/cgroup
-    mkdir $freezer
-    mount -t cgroup -o freezer cgroup $freezer
+    for controller in $(tail -n +2 /proc/cgroups | cut -f1); do
+      mkdir "/sys/fs/cgroup/$controller"
+      mount -t cgroup -o "$controller" cgroup "/sys/fs/cgroup/$controller" || rmdir "/sys/fs/cgroup/$controller"
+    done
   fi
   mount --bind "$state/$name/tmp" /tmp
 }

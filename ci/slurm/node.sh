@@ -3,7 +3,7 @@
 # our files.
 #
 #   check            check what the job needs here, and end
-#   keep             the same, then make the node's private scratch, hold it until the end, and remove it
+#   keep             the same; where the job needs a folder on this node's disk, make it, hold it to the end, remove it
 #   enter ROLE       the container of the node, for the back ends that srun does not know
 #   attach COMMAND…  a shell, or the command, in the container that is running here
 set -euo pipefail
@@ -28,18 +28,30 @@ check() {
 keep() {
   remove_stale
   check
-  trap withdraw TERM INT
-  make_scratch
-  echo "$SLURM_STEP_ID" >"$JOB_FOLDER/keeper"
+  if needs_scratch; then
+    trap withdraw TERM INT
+    make_scratch
+    echo "$SLURM_STEP_ID" >"$JOB_FOLDER/keeper"
+    touch "$JOB_FOLDER/kept/$node"
+  fi
   {
     hostname -I 2>/dev/null || true
     [ -z "${INTERFACE:-}" ] || ip -4 -o address show dev "$INTERFACE" | awk '{sub("/.*", "", $4); print $4; exit}'
   } >"$JOB_FOLDER/nodes/.$node"
   mv "$JOB_FOLDER/nodes/.$node" "$JOB_FOLDER/nodes/$node"
-  while :; do
+  while [ -e "$scratch" ]; do
     sleep 3600 &
     wait $! || true
   done
+}
+
+# Else /tmp is a file system in memory, in the container's own mount namespace: nothing can be left of it.
+needs_scratch() {
+  [ -n "${SCRATCH:-}" ] || [ "$CONTAINER_BACKEND" = oci ] || { [ "$CONTAINER_BACKEND" = runner ] && must_unpack; }
+}
+
+must_unpack() {
+  ! PYTHONPATH=$KIT PYTHONDONTWRITEBYTECODE=1 "$(new_python)" -c 'import sys, kit.rootless; sys.exit(kit.rootless.why_not_mounted() is not None)'
 }
 
 # Scratch of our earlier jobs whose keeper was killed: nobody holds its lock.
@@ -66,6 +78,17 @@ make_scratch() {
   mkdir "$new/kit"
   touch "$new/used"
   mv "$new" "$scratch"
+  [ "$CONTAINER_BACKEND" != oci ] || make_bundle
+}
+
+# An OCI bundle holds an unpacked root: no runtime mounts a squashfs.
+make_bundle() {
+  local bundle=$scratch/kit/bundle said
+  mkdir "$bundle"
+  said=$(unsquashfs -no-progress -no-xattrs -dest "$bundle/rootfs" "$CONTAINER" 2>&1 >/dev/null) ||
+    { remove "$scratch" && die "unsquashfs failed: ${said##*$'\n'}: is there room on the disk of $scratch?"; }
+  python3 "$JOB_FOLDER/oci_config.py" "$bundle/rootfs" "$JOB_MOUNTS" >"$bundle/config.json" ||
+    { remove "$scratch" && die "no OCI bundle could be made: is runc installed?"; }
 }
 
 check_shared() {
@@ -94,7 +117,7 @@ withdraw() {
   trap '' TERM INT
   flock "$scratch/used" true
   remove "$scratch"
-  rm -f "$JOB_FOLDER/nodes/$node"
+  rm -f "$JOB_FOLDER/kept/$node"
   exit 0
 }
 
@@ -108,11 +131,12 @@ remove() {
 }
 
 enter() {
-  local words=(python3 "$JOB_FOLDER/ray_node.py" "$1" "$JOB_FOLDER")
-  exec 8<"$scratch/used"
-  flock --shared 8
+  if [ -e "$scratch" ]; then
+    exec 8<"$scratch/used"
+    flock --shared 8
+  fi
   export KIT_STATE=$scratch/kit
-  "enter_$CONTAINER_BACKEND" "${words[@]}"
+  "enter_$CONTAINER_BACKEND" python3 "$JOB_FOLDER/ray_node.py" "$1" "$JOB_FOLDER"
 }
 
 enter_runner() {
@@ -146,9 +170,7 @@ enter_enroot() {
   for mount in "${mounts[@]}"; do
     options+=(--mount "${mount%:ro}:none:x-create=auto,rbind$([[ "$mount" != *:ro ]] || echo ,ro)")
   done
-  mkdir -p "$scratch/kit"/{runtime,cache,data,temp}
-  export ENROOT_RUNTIME_PATH=$scratch/kit/runtime ENROOT_CACHE_PATH=$scratch/kit/cache
-  export ENROOT_DATA_PATH=$scratch/kit/data ENROOT_TEMP_PATH=$scratch/kit/temp ENROOT_MOUNT_HOME=n
+  export ENROOT_MOUNT_HOME=n
   exec enroot start --root --rw "${options[@]}" "$CONTAINER" "$@"
 }
 
