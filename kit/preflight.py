@@ -23,9 +23,7 @@ from kit.steps import say
 
 NODE_SCRIPT = REPO / "ci/slurm/node.sh"
 SHARED_DEADLINE_S = "15"
-NO_NODE_FREE = re.compile(
-    r"immediate|temporarily unavailable|Unable to allocate|Requested nodes are busy", re.IGNORECASE
-)
+NO_NODE_FREE = re.compile(r"immediate|temporarily unavailable|nodes are busy", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -150,8 +148,9 @@ def _recipe(asked: Asked) -> Iterator[Found]:
 
 
 def _controller(asked: Asked) -> Iterator[Found]:
-    finished = run([*asked.sbatch, "--test-only"], env=asked.environment, check=False, timeout_s=slurm.TIMEOUT_S)
-    said = finished.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+    program, *options = asked.sbatch
+    finished = run([program, "--test-only", *options], env=asked.environment, check=False, timeout_s=slurm.TIMEOUT_S)
+    said = finished.stderr.strip().splitlines()[-1:] or ["accepted"]
     text = re.sub(r"^(sbatch: |allocation failure: |error: )+", "", said[0])
     yield Found("Slurm's own test", "ok" if finished.returncode == 0 else "failed", text)
 
@@ -185,5 +184,6 @@ def _nodes(asked: Asked) -> Iterator[Found]:
             yield Found("on the nodes", "failed", error)
     else:
         said = " ".join(finished.stderr.split())[-200:]
-        detail = "no node is free now; the job itself checks it first" if NO_NODE_FREE.search(said) else said
-        yield Found("squashfs, mounts and log folder on the nodes", "unknown", detail)
+        if NO_NODE_FREE.search(said):
+            said = f"not so many nodes are free now, and the job itself checks it first ({said})"
+        yield Found("squashfs, mounts and log folder on the nodes", "unknown", said)

@@ -47,9 +47,10 @@ def show(kind: str, name: str) -> dict[str, str] | None:
     """What `scontrol show` says of one thing; None where there is none of that name."""
     finished = ask("scontrol", "show", kind, name, "--oneliner", check=False)
     if finished.returncode != 0:
-        if "not found" in finished.stderr or "Invalid" in finished.stderr:
+        said = f"{finished.stdout} {finished.stderr}".strip()
+        if "not found" in said or "Invalid" in said:
             return None
-        raise KitError(f"scontrol failed: {finished.stderr.strip()}", "is Slurm's controller up?")
+        raise KitError(f"scontrol failed: {said}", "is Slurm's controller up?")
     return dict(re.findall(r"(\S+?)=(\S*)", finished.stdout))
 
 

@@ -1,4 +1,4 @@
-"""Print the config.json of an OCI bundle for Slurm's --container: the image's environment, the job's mounts, this user.
+"""Print the config.json of an OCI bundle for Slurm's --container, with the job's mounts, and complete its root.
 
     oci_config.py ROOTFS MOUNTS        SRC:DST[:ro], with commas
 
@@ -7,10 +7,13 @@ Runs on a node, with the Python that is there. It begins with what `runc spec --
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+QUOTED = r"^([\"'])(.*)\1$"
 
 root, mounts = Path(sys.argv[1]), sys.argv[2].split(",")
 with tempfile.TemporaryDirectory() as folder:
@@ -25,9 +28,13 @@ process.pop("rlimits", None)  # the job's own
 rights = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SYS_PTRACE")
 kinds = ("bounding", "effective", "permitted", "inheritable")
 process["capabilities"] = {kind: [f"CAP_{right}" for right in rights] for kind in kinds}
+
+# Slurm gives the container the environment of the step, so the image's comes with the command: /start COMMAND…
 lines = [line.strip() for line in (root / "etc/environment").read_text().splitlines()]
-process["env"] = [re.sub(r"=([\"'])(.*)\1$", r"=\2", line) for line in lines if re.match(r"[A-Za-z_]\w*=", line)]
-process["env"].append("HOME=/root")
+pairs = [line.partition("=") for line in lines if re.match(r"[A-Za-z_]\w*=", line)]
+exports = ["export {}={}".format(name, shlex.quote(re.sub(QUOTED, r"\2", value))) for name, _, value in pairs]
+script = ["#!/bin/sh", "export HOME=/root", *exports, 'exec /bin/sh /etc/rc "$@"']
+(root / "start").write_text("\n".join(script) + "\n")
 
 linux = config["linux"]
 linux["namespaces"] = [each for each in linux["namespaces"] if each["type"] != "network"]

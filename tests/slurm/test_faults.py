@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from tests.slurm.conftest import SHARED, local, submit
+from tests.slurm.conftest import local, submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full, pytest.mark.usefixtures("nothing_left")]
-
-LISTENING = "import socket, sys, time\nheld = [socket.create_server(('0.0.0.0', port)) for port in range({}, {})]\n"
 
 
 @contextmanager
@@ -145,7 +144,72 @@ def test_scratch_that_a_killed_job_left_is_removed_by_the_next() -> None:
 
 def test_without_squashfuse_it_is_unpacked() -> None:
     with mounted("node1", "--bind", "/dev/null", "/usr/bin/squashfuse"):
-        job = submit("df / | tail -1; functional --help >/dev/null", nodes=1)
-        assert job.wait(300) == ("COMPLETED", "0:0"), job.log
+        job = submit("functional --help >/dev/null", "--nodelist=node1", nodes=1)
+        assert job.wait(400) == ("COMPLETED", "0:0"), job.log
     assert "unpacking /srv/images/cpu.sqsh" in job.log
-    assert SHARED.exists()
+
+
+def test_oci() -> None:
+    script = "python -c 'import ray; ray.init(); print(len(ray.nodes()))'; exit 23"
+    job = submit(script, "--nodelist=node1", nodes=1, settings={"CONTAINER_BACKEND": "oci"})
+    assert job.wait(400) == ("FAILED", "23:0"), job.log
+    assert (job.logs / "driver.log").read_text().splitlines()[-1] == "1"
+
+
+def test_a_folder_on_the_nodes_own_disk() -> None:
+    """Also while it is cancelled: the time that its keeper takes is not Slurm's to give."""
+    job = submit("df /tmp | tail -1; sleep 600", nodes=1, settings={"SCRATCH": "/tmp"})
+    job.wait_for("command")
+    job.cancel()
+    assert job.wait(60)[0] == "CANCELLED"
+    assert "/dev/" in (job.logs / "driver.log").read_text()
+
+
+def test_another_user_is_refused_at_every_port() -> None:
+    script = """python - <<'PYTHON'
+import ray, time
+ray.init()
+@ray.remote
+class Actor:
+    def up(self): return True
+actor = Actor.remote()
+print(ray.get(actor.up.remote()), flush=True)
+time.sleep(600)
+PYTHON"""
+    job = submit(script, "--nodelist=node1", nodes=1)
+    job.wait_for("command")
+    deadline = time.monotonic() + 90
+    while "True" not in (job.logs / "driver.log").read_text():
+        assert time.monotonic() < deadline, job.log
+        time.sleep(0.5)
+    ports = ports_of_the_job()
+    assert len(ports) > 5, ports
+    words = [
+        "python3",
+        "-m",
+        "kit.node_run",
+        "--sqsh",
+        "/srv/images/cpu.sqsh",
+        "--mount",
+        "/srv/kit/tests:/tests:ro",
+        "--",
+    ]
+    words += ["python", "/tests/slurm/stranger.py", "10.0.0.1", *map(str, ports)]
+    asked = local("run", "-n", "node2", "-u", "mallory", "env", "--chdir=/srv/kit", "PYTHONDONTWRITEBYTECODE=1", *words)
+    answers = json.loads(asked.stdout)
+    assert {int(port) for port in answers} == ports
+    for port, said in answers.items():
+        assert set(said.values()) & {"UNAUTHENTICATED", "401", "65 bytes, then the end"}, (port, said)
+        assert not set(said.values()) & {"ANSWERED", "200"}, (port, said)
+        assert all(line not in said.values() for line in ("DEADLINE_EXCEEDED",)), (port, said)
+    secret = local("run", "-u", "mallory", "cat", f"/srv/alice/logs/{job.number}-logs/.job/token", check=False)
+    assert secret.returncode != 0
+    job.cancel()
+    job.wait(40)
+
+
+def ports_of_the_job() -> set[int]:
+    """Where node1 listens off loopback, but for Slurm's own."""
+    listening = local("run", "-n", "node1", "ss", "-Hltnp").stdout.splitlines()
+    ours = [line.split()[3] for line in listening if not any(name in line for name in ("slurm", "srun"))]
+    return {int(place.rpartition(":")[2]) for place in ours if "127.0.0.1" not in place}
