@@ -321,6 +321,7 @@ def prepare_environment(job: Job) -> None:
         "RAY_AUTH_TOKEN_PATH": str(job.folder / "token"),
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else workers start by `uv run` again
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": str(job.facts["start_deadline_s"]),  # 30 s are too few on a busy machine
         "FUNCTIONAL_NODE_IP": job.address,
         "FUNCTIONAL_SCRATCH": str(SCRATCH),
         "FUNCTIONAL_OUT": job.facts["out"],

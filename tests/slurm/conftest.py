@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -77,13 +78,13 @@ class Job:
         local("run", "-u", "alice", "scancel", self.number)
 
 
-def local(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def local(*words: str, check: bool = True, seconds: float = 120) -> subprocess.CompletedProcess[str]:
     finished = subprocess.run(
         [REPO / "ci/slurm/local.sh", *words],
         env={**os.environ, "KIT_STATE": str(STATE), "CI": "true"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds,
         stdin=subprocess.DEVNULL,
     )
     assert not check or finished.returncode == 0, finished.stderr
@@ -138,6 +139,13 @@ def site() -> Iterator[None]:
     squashfs = REPO / "dist" / name / f"{name}.sqsh"
     if not squashfs.exists():
         pytest.fail(f"no squashfs at {squashfs}: make it first: make image sqsh")
+    STATE.parent.mkdir(exist_ok=True)
+    with STATE.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one run of these tests at a time
+        yield from cluster(squashfs)
+
+
+def cluster(squashfs: Path) -> Iterator[None]:
     local("down")
     try:
         local("up", "2", "2")
