@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.image, pytest.mark.usefixtures("not
 TWO_NODES = """
 python - <<'PYTHON'
 import json, os, pathlib, ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 ray.init(log_to_driver=False)
 
 @ray.remote(num_gpus=2)
@@ -20,7 +21,8 @@ def place():
     names = ("FUNCTIONAL_NODE_IP", "FUNCTIONAL_SCRATCH", "RAY_ADDRESS", "HOME")
     return {**{name: os.environ[name] for name in names}, "node": os.environ["SLURMD_NODENAME"]}
 
-places = ray.get([place.remote() for _ in range(2)])
+placed = [place.options(scheduling_strategy=On(node["NodeID"], soft=False)).remote() for node in ray.nodes()]
+places = ray.get(placed)
 found = {"nodes": len(ray.nodes()), "gpus": ray.cluster_resources()["GPU"], "places": places}
 found["secret"] = os.environ["SECRET"]
 pathlib.Path(os.environ["FUNCTIONAL_OUT"], "found.json").write_text(json.dumps(found))
@@ -84,7 +86,9 @@ def test_a_wrong_setting_is_named(settings: dict[str, str], said: str) -> None:
     assert said in job.output
 
 
+@pytest.mark.full
 def test_logs_of_a_job_that_runs_again_are_kept() -> None:
+    """Slurm starts it again after two minutes."""
     job = submit("echo attempt $SLURM_RESTART_COUNT; sleep 600", "--requeue", nodes=1)
     job.wait_for("command")
     local("run", "-u", "alice", "scontrol", "requeue", job.number)
