@@ -6,7 +6,7 @@ export PROFILE NAME IMAGE REGISTRY KEEP
 
 BUILD = .venv/bin/python build.py
 
-.PHONY: env ready lock fetch image push sqsh functional verify bench demo test test-full clean distclean
+.PHONY: env ready lock fetch image push sqsh functional submit verify bench demo test test-full clean distclean
 
 # Each command first checks that this machine has what it needs, and names what is missing; with CI=true, and for `demo`
 # and `test`, missing system packages are installed and their names printed.
@@ -35,10 +35,15 @@ sqsh: env
 functional: env
 	@$(BUILD) functional $(RECIPE) $(SET)
 
+# The suite as a Slurm job. SUBMIT holds options: make submit SUBMIT='--nodes 2 --gpus 8 --partition P'
+submit: env
+	@$(BUILD) submit $(SUBMIT) $(RECIPE) $(SET)
+
 verify: env
 	@$(BUILD) verify
 
-# Measures what BENCH names: sqsh (docs/bench/sqsh.md), refit, refit-scale (docs/performance.md). ARGS adds options.
+# Measures what BENCH names: sqsh, rollout (docs/bench/$(BENCH).md), refit, refit-scale (docs/performance.md). ARGS adds
+# options.
 BENCH ?= sqsh
 bench: ready
 	@$(BUILD) services start
@@ -59,4 +64,4 @@ test:
 	@ci/test.sh $(PARTS)
 
 test-full:
-	@ci/test.sh static unit road stations inside faults full
+	@ci/test.sh static unit road stations slurm inside faults full

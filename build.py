@@ -220,6 +220,43 @@ def functional(
 
 
 @app.command()
+def submit(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]…", help="In the image.")] = None,
+    name: Name = "",
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1,
+    gpus: Annotated[int, typer.Option(min=0, envvar="GPUS_PER_NODE", help="GPUs of a node.")] = 8,
+    partition: Annotated[str, typer.Option(envvar="SLURM_PARTITION", help="The site's default if none.")] = "",
+    account: Annotated[str, typer.Option(envvar="SLURM_ACCOUNT", help="The user's default if none.")] = "",
+    time: Annotated[str, typer.Option(help="Time limit, as sbatch takes it; the partition's default if none.")] = "",
+    mount: Annotated[list[str] | None, typer.Option(help="SRC:DST[:ro]; may be repeated.")] = None,
+    logs: Annotated[
+        Path | None, typer.Option(envvar="BASE_LOG_DIR", help="On what all nodes share; dist/NAME.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="pyxis, enroot, oci or runner; the first that is there.")] = "",
+    sbatch: Annotated[list[str] | None, typer.Option(help="One more option for sbatch; may be repeated.")] = None,
+    check: Annotated[bool, typer.Option(help="First check what would fail later.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the job, submit nothing.")] = False,
+    json: Json = False,
+) -> None:
+    """Run the suite in a release's squashfs as a Slurm job, follow it, and record the result.
+
+    The exit status is the job's: the suite's own, or 70 if the cluster failed.
+
+    \b
+    Examples: ./build.py submit --nodes 2 --gpus 8 --account A --partition P recipes/grpo_gpu.yaml
+              ./build.py submit --gpus 2 --dry-run grpo.seed=7
+    """
+    from kit.functional import newest_release
+    from kit.submit import Wanted, submit_suite
+
+    wanted = Wanted(
+        name=name or newest_release(), words=words or [], nodes=nodes, gpus=gpus, partition=partition, account=account,
+        time=time, mounts=mount or [], logs=logs, backend=backend, options=sbatch or [],
+    )  # fmt: skip
+    raise typer.Exit(submit_suite(wanted, check=check, dry_run=dry_run, as_json=json))
+
+
+@app.command()
 def verify(name: Annotated[str, typer.Argument(envvar="NAME")] = "cpu", json: Json = False) -> None:
     """Compare every section of a release's record with its artifact: exit status 0 or 1.
 

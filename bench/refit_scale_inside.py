@@ -5,7 +5,6 @@ manifest and the proof of a Qwen3-8B; the trainer answers at once. Processor tim
 process, all threads.
 """
 
-import asyncio
 import json
 import statistics
 import subprocess
@@ -22,12 +21,15 @@ from functional.engine.nh import Key
 from functional.engine.proof import Proof, TensorProof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.fleet.control import WorkerControl
+from functional.runtime.fleet.http_server import HttpServer
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.names import engine_name
 from functional.runtime.refit.probe import PROMPTS, ProbeScore, probe_prompts
 from functional.runtime.refit.transaction import FleetRefit
-from functional.runtime.rollout.client import Completion, RolloutClient, Sampling
+from functional.runtime.rollout.client import Limits, RolloutClient
+from functional.runtime.rollout.completion import Completion, Sampling
 from functional.runtime.rollout.gate import AdmissionGate
+from functional.runtime.rollout.pool import HttpPool
 
 WORKERS = (1, 8, 64, 256)
 REPEATS = 10
@@ -86,21 +88,21 @@ def simulated(count: int) -> Iterator[tuple[str, list[Worker]]]:
         assert process.stdout is not None
         frontend, *ports = json.loads(process.stdout.readline())
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        controls = [WorkerControl(index, url, TIMEOUT_S) for index, url in enumerate(urls)]
+        controls = [WorkerControl(index, HttpServer(url), TIMEOUT_S) for index, url in enumerate(urls)]
         yield f"http://127.0.0.1:{frontend}", [Worker(index, index, control) for index, control in enumerate(controls)]
         process.stdin.close()
 
 
 def measure(count: int) -> dict[str, float]:
     """Median seconds of processor time and wall time of an update, with the probe and with one that costs nothing."""
-    with simulated(count) as (url, workers):
+    with simulated(count) as (url, workers), HttpPool() as pool:
         gate = AdmissionGate()
-        client = RolloutClient(url, gate, 151936, 40960, TIMEOUT_S)
+        client = RolloutClient(pool, url, "policy", gate, Limits(151936, 40960, token_bytes=256), TIMEOUT_S)
         sampling = Sampling(1, ignore_eos=True)
 
         def probe(worker: Worker, round_number: int, count: int = PROMPTS) -> list[Completion]:
             prompts = probe_prompts(round_number, 151936, PROMPT_TOKENS)[:count]
-            return asyncio.run(client.complete_on(worker.instance_id, prompts, sampling))
+            return pool.run(client.complete_on(worker.instance_id, prompts, sampling))
 
         def free_probe(worker: Worker, round_number: int, count: int = PROMPTS) -> list[Completion]:
             cached = 32 if count == 1 else 0

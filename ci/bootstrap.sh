@@ -3,6 +3,7 @@
 #
 #   ci/bootstrap.sh          say what is missing; install nothing into the system
 #   ci/bootstrap.sh --yes    install the missing system packages too (so does CI=true)
+#   ci/bootstrap.sh [--yes] --slurm   what a local Slurm needs (ci/slurm/local.sh), and nothing else
 #
 # Programs that run as services (Docker's engine, the registry) are never installed into the system: their packages are
 # unpacked under .state and run from there. A Docker that is already here is used if it can do what the build needs.
@@ -10,7 +11,13 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 state=$(realpath -m "${KIT_STATE:-.state}")
 yes=${CI:-}
-[ "${1-}" != --yes ] || yes=true
+for_slurm=
+for word in "$@"; do
+  case $word in
+    --yes) yes=true ;;
+    --slurm) for_slurm=true ;;
+  esac
+done
 
 # program or file → Debian package that brings it
 needs=(
@@ -30,6 +37,19 @@ needs=(
   "/etc/ssl/certs/ca-certificates.crt ca-certificates"
   "/usr/share/keyrings/debian-archive-keyring.gpg debian-archive-keyring"
 )
+
+# What a local Slurm needs. squashfuse and runc are for containers of users without root.
+slurm_needs=(
+  "ip iproute2"
+  "munged munge"
+  "nsenter util-linux"
+  "runc runc"
+  "sbatch slurm-client"
+  "slurmctld slurmctld"
+  "slurmd slurmd"
+  "squashfuse squashfuse"
+)
+[ -z "$for_slurm" ] || needs=("${slurm_needs[@]}")
 
 # An unreachable archive is an error at once, not a warning followed by others.
 apt_options=(-o APT::Update::Error-Mode=any -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20)
@@ -111,6 +131,7 @@ fi
 mkdir -p "$state"
 echo "$version" >"$state/version"
 install_system_packages
+[ -z "$for_slurm" ] || exit 0
 choose_engine
 if is_debian; then
   unpack_once runtime "$(ci/suite.sh own)" runc docker-registry

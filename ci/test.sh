@@ -8,10 +8,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-all=(static unit road stations inside faults)
+all=(static unit road stations slurm inside faults)
 # Seconds that each part takes at most on a fast machine of 2 processors. All parts of `make test` together, those to come
 # included, stay below 38 minutes there.
-declare -A budget=([prepare]=120 [static]=20 [unit]=40 [road]=480 [stations]=240 [inside]=300 [faults]=720 [full]=2400)
+declare -A budget=([prepare]=120 [static]=20 [unit]=40 [road]=480 [stations]=240 [slurm]=360 [inside]=300 [faults]=720 [full]=2400)
 build=(.venv/bin/python build.py)
 pytest=(env -u KEEP .venv/bin/python -m pytest -q)
 summary=()
@@ -21,6 +21,9 @@ summary=()
 prepare() {
   ci/bootstrap.sh --yes
   ci/python-env.sh
+  if [[ " $* " =~ " slurm "|" full " ]]; then
+    ci/bootstrap.sh --yes --slurm
+  fi
   if [[ " $* " == *" road "* ]]; then
     "${build[@]}" fetch
   fi
@@ -31,11 +34,11 @@ static() {
   .venv/bin/python -m ruff format --check .
   .venv/bin/python -m mypy
   .venv/bin/lint-imports --no-logo --no-cache
-  git ls-files -z -- '*.sh' .ci/run | xargs -0 shellcheck
+  git ls-files -z -- '*.sh' ci/slurm/ray.sub .ci/run | xargs -0 shellcheck
 }
 
 unit() {
-  "${pytest[@]}" -m 'not sqsh and not image and not road and not full'
+  "${pytest[@]}" -m 'not sqsh and not image and not road and not slurm and not full'
 }
 
 # The whole pipeline, from locked inputs to a verified release.
@@ -49,12 +52,18 @@ road() {
 
 # Tests of single stages with real components: most with tiny inputs, some with the release that `road` made.
 stations() {
-  "${pytest[@]}" -m '(sqsh or image) and not full'
+  "${pytest[@]}" -m '(sqsh or image) and not slurm and not full'
+}
+
+# Jobs of an ordinary user on a real Slurm of two nodes.
+slurm() {
+  "${pytest[@]}" --durations=0 -m 'slurm and not full'
 }
 
 # Longer matrices: `make test-full` alone runs them.
 full() {
   "${pytest[@]}" -m full
+  in_image fault-tests.sh full
 }
 
 # The tests of what runs in the image, in the image.
@@ -70,7 +79,7 @@ faults() {
 in_image() {
   local mounts=(--mount "$PWD/tests:/src/tests:ro" --mount "$PWD/functional:/src/functional:ro")
   mounts+=(--mount "$PWD/pyproject.toml:/src/pyproject.toml:ro" --mount "$PWD/ci:/src/ci:ro")
-  "${build[@]}" run "${mounts[@]}" --network none -- bash "/src/ci/$1"
+  "${build[@]}" run "${mounts[@]}" --network none -- bash "/src/ci/$1" "${@:2}"
 }
 
 main() {

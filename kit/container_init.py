@@ -28,6 +28,7 @@ from kit.gpus import Access, GpuError, gpu_access
 # From <sys/mount.h> and <linux/sockios.h>.
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC = 1, 2, 4, 8, 32, 4096, 16384
 MNT_DETACH = 2
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
@@ -51,6 +52,8 @@ class Spec(TypedDict):
 
     squashfs: str
     base: str  # a folder to mount on; its content on the host is not changed
+    rootless: bool  # in a user namespace, where fewer mounts are allowed
+    unpacked: str | None  # a folder with the squashfs's content, to be the root itself
     mounts: list[Mount]
     env: dict[str, str]
     command: list[str]
@@ -81,10 +84,10 @@ def enter_root(spec: Spec) -> None:
     os.chdir(spec["base"])
     for folder in ("lower", "upper", "work", "root"):
         Path(folder).mkdir()
-    # mount(8) finds a free loop device and has it vanish with its last user.
-    loop = ["mount", "-t", "squashfs", "-o", "loop,ro,nodev", spec["squashfs"], "lower"]
-    subprocess.run(loop, check=True, capture_output=True, text=True)
-    mount("overlay", "root", "overlay", MS_NODEV, "lowerdir=lower,upperdir=upper,workdir=work")
+    if spec["unpacked"]:
+        mount(spec["unpacked"], "root", "", MS_BIND)
+    else:
+        mount_squashfs(spec["squashfs"], rootless=spec["rootless"])
 
     caller = {**os.environ, **spec["env"]}
     gpus = gpu_access(image_environment(Path("root/etc/environment")), caller, Path("root"))
@@ -105,9 +108,9 @@ def enter_root(spec: Spec) -> None:
         os.chdir("root")
         call("syscall", PIVOT_ROOT[os.uname().machine], b".", b".")
         # The host's root is now mounted over ours: no path leads to it, but its mounts can still be bound.
-        make_system_mounts(fresh_sys=not spec["host_network"])
+        make_system_mounts(fresh_sys=not spec["host_network"], rootless=spec["rootless"])
         for source, bind in opened:
-            bind_mount(source, bind["target"], read_only=bind["read_only"])
+            bind_mount(source, bind["target"], read_only=bind["read_only"], rootless=spec["rootless"])
         for path, text in texts.items():
             write_file(path, text)
     call("umount2", b".", MNT_DETACH)
@@ -131,14 +134,27 @@ def register_libraries(gpus: Access) -> None:
             link.symlink_to("libcuda.so.1")
 
 
-def make_system_mounts(*, fresh_sys: bool) -> None:
+def mount_squashfs(squashfs: str, *, rootless: bool) -> None:
+    """At `root`, under an overlay; in the folder that is current."""
+    if rootless:
+        subprocess.run(["squashfuse", squashfs, "lower"], check=True, capture_output=True, text=True)
+    else:
+        # mount(8) finds a free loop device and has it vanish with its last user.
+        loop = ["mount", "-t", "squashfs", "-o", "loop,ro,nodev", squashfs, "lower"]
+        subprocess.run(loop, check=True, capture_output=True, text=True)
+    options = "lowerdir=lower,upperdir=upper,workdir=work" + (",userxattr" if rootless else "")
+    mount("overlay", "root", "overlay", MS_NODEV, options)
+
+
+def make_system_mounts(*, fresh_sys: bool, rootless: bool) -> None:
     Path("/tmp").mkdir(mode=0o1777, exist_ok=True)
     system = MS_NOSUID | MS_NODEV | MS_NOEXEC
     mount("proc", "/proc", "proc", system)
     if fresh_sys:  # the host's would show network devices that are not here
         mount("sysfs", "/sys", "sysfs", system | MS_RDONLY)
     mount("tmpfs", "/dev", "tmpfs", MS_NOSUID, "mode=755,size=1m")
-    mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620,gid=5")
+    terminals = "newinstance,ptmxmode=0666,mode=620" + ("" if rootless else ",gid=5")  # a user's only group is 0
+    mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, terminals)
     mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")
     mount("mqueue", "/dev/mqueue", "mqueue", system)
     links = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
@@ -162,13 +178,20 @@ def held_paths() -> Iterator[Callable[[str], int]]:
             os.close(handle)
 
 
-def bind_mount(source: int, target: str, *, read_only: bool) -> None:
+def bind_mount(source: int, target: str, *, read_only: bool, rootless: bool) -> None:
     place = Path(target)
     if Path(f"/proc/self/fd/{source}").is_dir():
         place.mkdir(parents=True, exist_ok=True)
     elif not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True)
         place.touch()
+    if rootless and read_only:
+        # A user namespace can neither leave out what is mounted below a source, nor drop a mount's other flags.
+        mount(f"/proc/self/fd/{source}", target, "", MS_BIND | MS_REC)
+        attributes = struct.pack("=4Q", MOUNT_ATTR_RDONLY, 0, 0, 0)
+        words = (MOUNT_SETATTR, AT_FDCWD, os.fsencode(target), AT_RECURSIVE, attributes, len(attributes))
+        call("syscall", *words, about=target)
+        return
     # A read-only flag holds for one mount alone, so what is mounted below a read-only source stays out.
     mount(f"/proc/self/fd/{source}", target, "", MS_BIND | (0 if read_only else MS_REC))
     if read_only:

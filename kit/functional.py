@@ -62,22 +62,16 @@ def run_functional(
     variables = parse_env(env)
     made = release(name)
     with only_run(f"functional-{name}"):
-        record = _checked_release(made)
+        record = checked_release(made)
         for left in made.folder.glob(f"{WORK_PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)
         results = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=made.folder))
         try:
             say(f"running the suite in {made.sqsh.name}; its log goes to {made.functional}/logs at the end")
             ended = run_container(_container(made, results, recipes, overrides, asked, variables), engine)
-            if why := _unfit(ended, results):
-                _move(results, _incomplete(made))
-                raise KitError(why, f"what the suite wrote is in {_incomplete(made)}; earlier results stay")
-            section = _section(record, results, made, ended.status)
-            _move(results, made.functional)
-            add_section(made.record, section, replace=True)
+            record_results(made, record, results, ended)
         finally:
             shutil.rmtree(results, ignore_errors=True)
-        say(f"suite {section.status}: {section.passed} passed, {section.failed} failed, {section.skipped} skipped")
         return ended.status
 
 
@@ -88,7 +82,7 @@ def adopt_functional(name: str, other: Path) -> int:
     """
     made = release(name)
     with only_run(f"functional-{name}"), scratch_folder("functional") as scratch:
-        record = _checked_release(made)
+        record = checked_release(made)
         folder = _unpacked(other, scratch) if other.is_file() else other
         theirs = read_record(folder / made.record.name)
         if theirs.functional is None:
@@ -114,6 +108,17 @@ def adopt_functional(name: str, other: Path) -> int:
     return status
 
 
+def record_results(made: Release, record: Record, results: Path, ended: Ended) -> None:
+    """Move the suite's files to the release and add them to its record; those that are no results are kept apart."""
+    if why := _unfit(ended, results):
+        _move(results, _incomplete(made))
+        raise KitError(why, f"what the suite wrote is in {_incomplete(made)}; earlier results stay")
+    section = _section(record, results, made, ended.status)
+    _move(results, made.functional)
+    add_section(made.record, section, replace=True)
+    say(f"suite {section.status}: {section.passed} passed, {section.failed} failed, {section.skipped} skipped")
+
+
 def newest_release() -> str:
     """The name of the release whose squashfs was made last."""
     records = (REPO / "dist").glob("*/record.json")
@@ -134,7 +139,7 @@ def count_results(junit: Path) -> Counts:
     return Counts(len(cases) - failed - skipped, failed, skipped)
 
 
-def _checked_release(made: Release) -> Record:
+def checked_release(made: Release) -> Record:
     """The record, once the squashfs is seen to be the one it names."""
     check_squashfs(made.sqsh)
     record = read_record(made.record)

@@ -12,15 +12,11 @@ from pathlib import Path
 
 from kit.errors import KitError, UsageError
 from kit.files import if_supported
+from kit.state import REPO as REPO
+from kit.state import state_dir as state_dir
 
-REPO = Path(__file__).resolve().parent.parent
 LOCKFILES = REPO / "lockfiles"
 PROFILES = ("cpu", "cuda", "cuda-trixie")
-
-
-def state_dir() -> Path:
-    """The project's own state: services, caches, unpacked tools. `KIT_STATE` moves it."""
-    return Path(os.environ.get("KIT_STATE") or REPO / ".state").absolute()
 
 
 def inputs_dir(profile: str) -> Path:

@@ -1,4 +1,5 @@
-"""Run a command inside a squashfs: with enroot where it is installed, else with the kit's own runner.
+"""Run a command inside a squashfs: with enroot where it is installed, else with the kit's own runner, as root or
+without (kit/rootless.py).
 
 The kit's: util-linux `unshare` makes the namespaces, `kit/container_init.py` is the first process in them. This side
 forwards signals and waits. A pipe connects the two: when this process ends, for whatever reason, the pipe closes, the
@@ -26,7 +27,8 @@ from types import FrameType
 
 from kit.container_init import SETUP_FAILED, VARIABLE, Mount, Spec
 from kit.errors import KitError, UsageError
-from kit.layout import REPO, state_dir
+from kit.rootless import check_user_namespaces, prepared_root
+from kit.state import REPO, state_dir
 
 # Under -I no folder of ours is searched for modules.
 INIT = "import sys; sys.path.append(sys.argv.pop(1)); from kit.container_init import main; main()"
@@ -128,13 +130,21 @@ def _run_in_enroot(container: Container) -> Ended:
 
 
 def _run_in_namespaces(container: Container) -> Ended:
-    if os.geteuid() != 0:
-        raise UsageError("running a squashfs needs root on a machine without enroot", "use sudo, or install enroot")
-    base = state_dir() / "container"
-    base.mkdir(parents=True, exist_ok=True)
+    if os.geteuid() == 0:
+        base = state_dir() / "container"
+        base.mkdir(parents=True, exist_ok=True)
+        return _run_on_root(container, base, rootless=False, unpacked=None)
+    check_user_namespaces()
+    with prepared_root(container.squashfs, state_dir()) as unpacked:
+        return _run_on_root(container, Path("/dev/shm"), rootless=True, unpacked=unpacked)
+
+
+def _run_on_root(container: Container, base: Path, *, rootless: bool, unpacked: Path | None) -> Ended:
     spec = Spec(
         squashfs=str(container.squashfs.absolute()),
         base=str(base),
+        rootless=rootless,
+        unpacked=str(unpacked) if unpacked else None,
         mounts=list(container.mounts),
         env=dict(container.env),
         command=list(container.command),
@@ -165,6 +175,7 @@ def _run_in_namespaces(container: Container) -> Ended:
 def _init_command(spec: Spec, *handles: int) -> list[str]:
     return [
         "unshare", "--mount", "--pid", "--ipc", "--uts",
+        *(["--user", "--map-root-user"] if spec["rootless"] else []),
         *([] if spec["host_network"] else ["--net"]),
         "--fork",
         "--kill-child",  # should unshare itself be killed

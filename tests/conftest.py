@@ -6,6 +6,7 @@ from pathlib import Path
 
 PLACES = {
     "kit": "host",
+    "slurm": "host",
     "sqsh": "host",
     "functional": "host",
     "runtime": "trainer",

@@ -8,19 +8,19 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from functional.runtime.errors import RunError
 from functional.runtime.fleet.fleet import Fleet
-from functional.runtime.fleet.ports import FIRST, LAST
+from functional.runtime.fleet.ports import server_ports
+from functional.runtime.fleet.sockets import ListeningSocket, NodeSockets
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.recipe.model import Thresholds
 from functional.runtime.refit.machine import Event
 from functional.runtime.refit.parts import ProbeVerdict, RefitResult
 from functional.runtime.refit.probe import Finding
 from functional.runtime.refit.transaction import FleetRefit
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
 from functional.runtime.rollout.requests import Attempt, Join, join
 from functional.runtime.telemetry import Telemetry
 from functional.suite.batch import RolloutBatch
 from functional.suite.checklist import Checklist
-from functional.suite.sockets import ListeningSocket, ephemeral_range, listening_sockets
 
 KV_EVENTS = "dynamo_component_kv_cache_events_applied"
 EVENT_PATIENCE_S = 5.0
@@ -176,20 +176,23 @@ def check_post_update(checks: Checklist, completions: list[Completion], version:
     )
 
 
-def check_sockets(checks: Checklist) -> list[ListeningSocket]:
+def check_sockets(checks: Checklist, nodes: list[NodeSockets]) -> list[ListeningSocket]:
     """Everything the run listens on is on one interface, on a port of our range or one the kernel gave."""
-    sockets = listening_sockets()
-    low, high = ephemeral_range()
-    bad = [
-        f"{s.program}: {s.address}:{s.port}"
-        for s in sockets
-        if s.is_wildcard or not (FIRST <= s.port <= LAST or low <= s.port <= high)
-    ]
+    bad, ranges = [], []
+    for node in nodes:
+        (low, high), ours = node.ephemeral, server_ports(*node.ephemeral)
+        ranges.append(f"{ours.start}-{ours.stop - 1} or {low}-{high}")
+        bad += [
+            f"{s.program}: {s.address}:{s.port}"
+            for s in node.sockets
+            if s.is_wildcard or not (s.port in ours or low <= s.port <= high)
+        ]
+    sockets = [socket for node in nodes for socket in node.sockets]
     checks.add(
         "network.no_wildcard_listener",
         bool(sockets) and not bad,
         "; ".join(bad[:5])
-        or f"{len(sockets)} listening sockets, each on one address, on {FIRST}-{LAST} or {low}-{high}",
+        or f"{len(sockets)} listening sockets, each on one address, on {', '.join(dict.fromkeys(ranges))}",
         sockets=len(sockets),
     )
     return sockets

@@ -120,6 +120,27 @@ def refit_rates(
     raise typer.Exit(run_module("functional.suite.refit_rates", recipe, out, *(overrides or [])))
 
 
+@app.command("compare-routers")
+def compare_routers(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for the comparison, records and logs.")] = Path(
+        "functional-routers"
+    ),
+    modes: Annotated[str, typer.Option(help="Router modes, with commas.")] = "kv,round-robin",
+    repeats: Annotated[int, typer.Option(help="Measurements of each mode under each workload.")] = 5,
+    turns: Annotated[int, typer.Option(help="Turns of a conversation.")] = 3,
+) -> None:
+    """Compare router modes on one fleet: throughput, time to first token, cache hits, balance; table, plot, statement.
+
+    Prompts, samples a prompt, length and concurrency are the recipe's.
+
+    Example: functional compare-routers recipes/routers_cpu.yaml --modes kv,round-robin,random --out /tmp/routers
+    """
+    words = (modes, str(repeats), str(turns), *(overrides or []))
+    raise typer.Exit(run_module("functional.suite.compare_routers", recipe, out, *words))
+
+
 @app.command("make-model")
 def make_model_command(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],

@@ -1,23 +1,39 @@
-"""Ray for one run: a local cluster with its own folder, and one placement group per device."""
+"""Ray for one run: the cluster that RAY_ADDRESS names, else one of this machine alone, with its own folder."""
 
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from functional.runtime.errors import ConfigError, RunError
+from functional.runtime.errors import ConfigError
 from functional.runtime.recipe.model import Recipe
 
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+CONNECT_S = 30.0
+"""For a TCP connection, of which a busy network may lose the first tries."""
+
+
+def cluster_address() -> str | None:
+    """Of a Ray cluster that is there already and is to be joined; None where the run starts its own."""
+    given = os.environ.get(ADDRESS_VARIABLE, "")
+    return None if given in ("", "local") else given
 
 
 def ray_environment() -> dict[str, str]:
-    """Variables a driver needs from its start on: Ray reads some of them when it is imported."""
-    return {
+    """Variables a driver needs from its start on: Ray reads some of them when it is imported.
+
+    The token of a cluster that is joined is the caller's: RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH.
+    """
+    common = {
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else workers start by `uv run` again
         "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    if cluster_address() is not None:
+        return common
+    return common | {
         # Ray's switch for machines whose node address is the loopback: then it listens on no other.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_raylet_start_wait_time_s": "120",  # 30 s are too few on a busy two-core machine
@@ -27,8 +43,13 @@ def ray_environment() -> dict[str, str]:
 
 
 def check_devices(recipe: Recipe) -> None:
-    """Raises ConfigError when this machine shows fewer GPUs than the recipe takes."""
+    """Raises ConfigError when a run that joins no cluster takes more than this machine has."""
     cluster = recipe.cluster
+    if cluster_address() is not None:
+        return  # Ray says what its nodes have
+    if cluster.num_nodes > 1:
+        message = f"join a Ray cluster of as many ({ADDRESS_VARIABLE}); alone, a run has this machine"
+        raise ConfigError(f"cluster.num_nodes={cluster.num_nodes}: {message}")
     if cluster.device == "cpu":
         return
     import torch
@@ -36,7 +57,7 @@ def check_devices(recipe: Recipe) -> None:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cluster.share_gpu and shown is not None:
         raise ConfigError(f"CUDA_VISIBLE_DEVICES={shown}: cluster.share_gpu takes the machine's first GPU; unset it")
-    needed = 1 if cluster.share_gpu else cluster.gpus_per_node * cluster.num_nodes
+    needed = 1 if cluster.share_gpu else cluster.gpus_per_node
     found = torch.cuda.device_count()
     if found < needed:
         where = "this machine has" if shown is None else f"CUDA_VISIBLE_DEVICES={shown} shows"
@@ -44,35 +65,45 @@ def check_devices(recipe: Recipe) -> None:
 
 
 @contextmanager
-def local_ray(run_dir: Path, recipe: Recipe) -> Iterator[None]:
-    """A Ray cluster of this machine alone. On CPU, and where one GPU is shared, Ray's GPUs are virtual devices."""
+def joined_ray(run_dir: Path, recipe: Recipe) -> Iterator[None]:
+    """This process in a Ray cluster. On CPU, and where one GPU is shared, Ray's GPUs are virtual devices.
+
+    A cluster that was there before is left as it is, without the run's actors. Raises ConfigError where RAY_ADDRESS
+    names none that this process can join.
+    """
     import ray
 
-    devices = recipe.cluster.gpus_per_node * recipe.cluster.num_nodes
     if recipe.cluster.device == "cpu":
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray would hold the virtual devices against it
-    ray.init(
-        address="local",
-        num_cpus=max(2, os.cpu_count() or 2),
-        num_gpus=devices,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        _temp_dir=str(run_dir / "ray"),
-    )
+    if (address := cluster_address()) is not None:
+        _join(address)
+    else:
+        ray.init(
+            address="local",
+            num_cpus=max(2, os.cpu_count() or 2),
+            num_gpus=recipe.cluster.gpus_per_node,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(run_dir / "ray"),
+        )
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def reserve(sizes: list[int]) -> list[Any]:
-    """One placement group per entry, of that many devices of one node. Raises RunError when Ray cannot place them."""
-    from ray.util.placement_group import placement_group
+def _join(address: str) -> None:
+    import ray
 
-    groups = [placement_group([{"GPU": size}], strategy="STRICT_PACK") for size in sizes]
-    for index, group in enumerate(groups):
-        if not group.wait(30):
-            raise RunError(f"Ray cannot place group {index + 1} of {sizes} devices: see cluster.gpus_per_node")
-    return groups
+    if "://" in address:
+        raise ConfigError(f"{ADDRESS_VARIABLE}={address}: the driver runs on a node of the cluster; give host:port")
+    try:
+        host, _, port = address.rpartition(":")
+        if port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), CONNECT_S).close()
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{ADDRESS_VARIABLE}={address}: cannot join ({type(error).__name__}: {why})") from error

@@ -33,6 +33,9 @@ FILES = (
     "metrics.jsonl",
     "processes.json",
     "events.jsonl",
+    "routers.json",
+    "routers.md",
+    "routers.svg",
 )
 """What a run writes beside its logs, and removes of an earlier one."""
 
@@ -60,7 +63,7 @@ def run(
         session.say(f"warning: {warning}")
     failure, is_bad_input = carry_out(session, programs, log_dir)
     shutil.rmtree(run_dir, ignore_errors=True)
-    leftovers = find_leftovers(run_dir, session.ports)
+    leftovers = [*session.remains, *find_leftovers(run_dir, session.ports)]
     session.checks.add(
         "teardown.nothing_left", not leftovers, "; ".join(leftovers) or "no process, port or folder of the run is left"
     )
@@ -93,6 +96,8 @@ def make_folders(out: Path) -> Path:
     log_dir.mkdir()
     for name in FILES:
         (out / name).unlink(missing_ok=True)
+    for journal in out.glob("requests-*.jsonl"):
+        journal.unlink()
     return log_dir
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from functional.runtime.fleet.guard import descendants
 from functional.runtime.fleet.ports import is_listening
-from functional.suite.sockets import command_line
+from functional.runtime.fleet.sockets import command_line
 
 
 def find_leftovers(run_dir: Path, ports: Iterable[int], wait_s: float = 10.0) -> list[str]:

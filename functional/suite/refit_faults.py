@@ -3,7 +3,6 @@
 Sends that fail or are wrong, clears that do not clear, workers killed and stopped, and at last the trainer killed.
 """
 
-import asyncio
 import os
 import signal
 import sys
@@ -50,7 +49,7 @@ class UnclearedControl(WorkerControl):
     """A worker's control whose clears do not happen: `refused` once, or always answered with ok (`ignored`)."""
 
     def __init__(self, control: WorkerControl, timeout_s: float, clears: Literal["refused", "ignored"]) -> None:
-        super().__init__(control.index, control.url, timeout_s)
+        super().__init__(control.index, control.server, timeout_s)
         self.clears = clears
         self.refusals = 0
 
@@ -306,7 +305,7 @@ def describe(transition: Transition) -> str:
 def is_open(parts: Parts) -> bool:
     """Whether a rollout is admitted, tried with one."""
     try:
-        asyncio.run(parts.client.complete_all([parts.task.prompts(1)[0].token_ids], parts.sampling))
+        parts.pool.run(parts.client.complete_all([parts.task.prompts(1)[0].token_ids], parts.sampling))
     except RolloutError:
         return False
     return True

@@ -17,12 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from functional.runtime.errors import ConfigError
 from functional.runtime.fleet.programs import release_dir
+from functional.runtime.fleet.sockets import ListeningSocket
 from functional.runtime.refit.machine import Transition
 from functional.runtime.refit.parts import ProbeVerdict, Replacement
 from functional.runtime.rollout.requests import Join
 from functional.suite.checklist import Check, Checklist
 from functional.suite.data import DataRecord
-from functional.suite.sockets import ListeningSocket
 
 SCHEMA_VERSION = 1
 SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
@@ -107,6 +107,16 @@ class LostSample(Section):
     reason: str
 
 
+class NodePlace(Section):
+    """A node in use, and what it holds. address: where other nodes reach it."""
+
+    name: str
+    address: str
+    has_trainer: bool
+    is_drivers: bool
+    engines: list[int] = Field(description="Slots of its workers.")
+
+
 class Topology(Section):
     """Which workers the run began with, and on what."""
 
@@ -115,6 +125,7 @@ class Topology(Section):
     device: str
     share_gpu: bool
     note: str
+    nodes: list[NodePlace]
 
 
 class FaultCase(Section):

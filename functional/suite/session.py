@@ -1,6 +1,5 @@
 """One run from bring-up to its last check: the fleet, the trainer, the recipe's steps, and what each is checked for."""
 
-import asyncio
 import json
 import os
 import signal
@@ -8,14 +7,16 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from functional.runtime.errors import ConfigError, InterruptedRunError, RolloutError, RunError
 from functional.runtime.fleet.fleet import Fleet
 from functional.runtime.fleet.programs import Programs
+from functional.runtime.fleet.remains import Traces
 from functional.runtime.fleet.settings import FleetSettings, new_namespace
+from functional.runtime.fleet.sockets import NodeSockets
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.jsonlines import JsonLines
 from functional.runtime.recipe.architectures import find_model_problem
@@ -25,25 +26,27 @@ from functional.runtime.refit.machine import Event, State, Transition
 from functional.runtime.refit.parts import Probe, RefitResult
 from functional.runtime.refit.probe import PROMPTS, probe_prompts
 from functional.runtime.refit.transaction import FleetRefit
-from functional.runtime.rollout.client import Completion, RolloutClient, Sampling
+from functional.runtime.rollout.client import Limits, RolloutClient
+from functional.runtime.rollout.completion import Completion, Sampling
 from functional.runtime.rollout.gate import AdmissionGate
 from functional.runtime.rollout.generation import generate
+from functional.runtime.rollout.pool import HttpPool
 from functional.runtime.rollout.records import RecordWriter, RolloutRecord
-from functional.runtime.rollout.requests import RequestJournal
+from functional.runtime.rollout.requests import RequestJournal, read_attempts
+from functional.runtime.rollout.spread import Served, SpreadClient
 from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import checks
 from functional.suite.batch import RolloutBatch, score
 from functional.suite.checklist import Checklist
-from functional.suite.cluster import local_ray, reserve
+from functional.suite.cluster import cluster_address, joined_ray
 from functional.suite.data import measure_data
 from functional.suite.flaky import flaky_proxy
 from functional.suite.models import find_model, find_tokenizer
 from functional.suite.preflight import Prepared
-from functional.suite.report import LostSample, Refit, Report, Step, Topology, write_atomically
+from functional.suite.report import LostSample, NodePlace, Refit, Report, Step, Topology, write_atomically
 from functional.suite.seeds import check_seeds
 from functional.suite.tasks import Task, make_task
 
-ADDRESS = "127.0.0.1"
 WATCH_INTERVAL_S = 0.5
 SEED_TOKENS = 64
 EVENT_DELAY_S = 0.5
@@ -51,11 +54,15 @@ EVENT_DELAY_S = 0.5
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run works with once everything is up. `instances`: every worker it has had, the replaced ones too."""
+    """What a run works with once everything is up. `instances`: every worker it has had, the replaced ones too;
+    `client` is one for rollouts, `spread` the one that batches go through, `new_client` makes one for another URL."""
 
     fleet: Fleet
     trainer: Any
+    pool: HttpPool
     client: RolloutClient
+    spread: SpreadClient
+    new_client: Callable[[str], RolloutClient]
     prober: RolloutClient
     probe: Probe
     refit: FleetRefit
@@ -82,6 +89,8 @@ class Session:
         self.began = time.monotonic()
         self.checks = Checklist()
         self.ports: list[int] = []
+        self.remains: list[str] = []
+        self._joined: Any = None
         self._stack = ExitStack()
         self._events = self._stack.enter_context(JsonLines(out / "events.jsonl"))
 
@@ -114,28 +123,37 @@ class Session:
             self.tokenizer = find_tokenizer(str(model_dir))
             self.report.data = measure_data(recipe, self.tokenizer)
         parser = self._stack.enter_context(EngineCheck.of(recipe, programs.dynamo_python, model_dir))
-        self._phase("ray", lambda: self._stack.enter_context(local_ray(self.run_dir, recipe)))
+        self._phase("ray", lambda: self._stack.enter_context(joined_ray(self.run_dir, recipe)))
         signal.signal(signal.SIGTERM, interrupt)  # after Ray has set its own
 
         import ray
 
+        from functional.runtime.fleet.placement import place
+        from functional.suite.joined import JoinedRun
         from functional.suite.trainer import RemoteWeights, Trainer
 
-        placements = reserve([1] + [recipe.devices_per_engine] * recipe.num_engines)
-        trainer = Trainer.options(placement_group=placements[0]).remote(recipe, model_dir)  # type: ignore[attr-defined]
+        placement = self._phase("placement", lambda: place(recipe))
+        traces: dict[str, Traces] = {}
+        self._stack.callback(lambda: self._look_for_remains(traces))
+        self._stack.callback(placement.close)
+        trainer = Trainer.options(**placement.trainer).remote(recipe, model_dir)  # type: ignore[attr-defined]
         self._stack.callback(ray.kill, trainer)
+        namespace = new_namespace()
+        if cluster_address() is not None:
+            self._joined = JoinedRun(placement, trainer, namespace)
         settings = FleetSettings(
-            namespace=new_namespace(),
+            namespace=namespace,
             recipe=recipe,
             model_dir=model_dir,
             run_dir=self.run_dir,
             log_dir=(self.out / "logs").resolve(),
             programs=programs,
-            address=ADDRESS,
+            address=placement.address,
         )
         patience = generation.dynamo_cfg.startup_timeout_s
         self._phase("engine's parser", lambda: parser.result(patience, recipe.scrub))
-        fleet = Fleet(settings, placements[1:], self.say)
+        fleet = Fleet(settings, placement.nodes, self.say)
+        self._stack.callback(lambda: traces.update(fleet.traces))
         self._stack.callback(fleet.shutdown)
         self._stack.callback(lambda: self.ports.extend(fleet.listening_ports()))
         self.event("fleet: starting")
@@ -147,12 +165,18 @@ class Session:
             device=recipe.cluster.device,
             share_gpu=recipe.cluster.share_gpu,
             note="TEST TOPOLOGY: trainer and worker share one GPU" if recipe.cluster.share_gpu else "",
+            nodes=[NodePlace.model_validate(node) for node in placement.nodes],
         )
         self.report.topology.seeds = fleet.seeds  # grows with every worker that is replaced
         self.report.parameters = self._phase("trainer", lambda: watched(fleet, trainer.ready.remote()))
         self._name_processes(fleet.pids())
         weights = RemoteWeights(trainer, generation.dynamo_cfg.control_timeout_s)
-        self._train(self._prepare(fleet, trainer, weights, model_dir))
+        self._train(self._prepare(fleet, trainer, weights, model_dir, placement))
+
+    def _look_for_remains(self, traces: dict[str, Traces]) -> None:
+        """On a cluster that outlives the run; where it does not, the driver looks once Ray is gone."""
+        if self._joined is not None:
+            self.remains = self._joined.find_remains(traces)
 
     def _name_processes(self, fleet: dict[str, list[int]]) -> None:
         """Write processes.json: process ids by name, for whoever watches the run from outside."""
@@ -166,7 +190,7 @@ class Session:
         self.say(f"{name} ready in {seconds:.1f} s")
         return result
 
-    def _prepare(self, fleet: Fleet, trainer: Any, weights: Any, model_dir: Path) -> Parts:
+    def _prepare(self, fleet: Fleet, trainer: Any, weights: Any, model_dir: Path, placement: Any) -> Parts:
         recipe, generation, tokenizer = self.recipe, self.recipe.policy.generation, self.tokenizer
         task = make_task(recipe.data.dataset_name, tokenizer, recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
         model_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
@@ -175,13 +199,21 @@ class Session:
         self._stack.callback(journal.close)
         url = fleet.frontend.url
         if recipe.faults.break_connections:
-            url = self._stack.enter_context(flaky_proxy(url, recipe.faults.break_connections, recipe.grpo.seed))
-        limits = (
-            model_config["vocab_size"],
-            generation.vllm_cfg.max_model_len,
+            proxy = self._stack.enter_context(flaky_proxy(url, recipe.faults.break_connections, recipe.grpo.seed))
+            self._stack.callback(lambda: self.event("connections broken", **proxy.counted()))
+            url = proxy.url
+        limits = Limits(
+            vocab_size=model_config["vocab_size"],
+            max_model_len=generation.vllm_cfg.max_model_len,
+            token_bytes=max(len(text.encode()) for text in tokenizer.get_vocab()),
         )
-        client = RolloutClient(url, gate, *limits, generation.dynamo_cfg.request_timeout_s, journal)
-        prober = RolloutClient(fleet.frontend.url, gate, *limits, generation.dynamo_cfg.control_timeout_s, journal)
+        dynamo = generation.dynamo_cfg
+        pool = self._stack.enter_context(HttpPool())
+        served = Served(url, recipe.policy.model_name, limits, dynamo.request_timeout_s, dynamo.max_inflight_requests)
+        spread = SpreadClient(pool, gate, served, self.out, journal)
+        self._stack.callback(spread.close)
+        probed = replace(served, url=fleet.frontend.url, timeout_s=dynamo.control_timeout_s, max_inflight=None)
+        prober = probed.client(pool, gate, journal)
         sampling = Sampling(
             generation.max_new_tokens,
             generation.temperature,
@@ -197,7 +229,7 @@ class Session:
 
         def probe(worker: Worker, round_number: int, count: int = PROMPTS) -> list[Completion]:
             prompts = probe_prompts(round_number, vocabulary, probe_length)[:count]
-            return asyncio.run(prober.complete_on(worker.instance_id, prompts, probe_sampling))
+            return pool.run(prober.complete_on(worker.instance_id, prompts, probe_sampling))
 
         def replace_lost(lost: Mapping[int, str]) -> list[Worker]:
             workers = fleet.replace(lost)
@@ -212,7 +244,7 @@ class Session:
                 weights,
                 gate,
                 probe,
-                address=ADDRESS,
+                address=placement.trainer_node.address,
                 timeout_s=generation.dynamo_cfg.control_timeout_s,
                 attempts=generation.dynamo_cfg.update_attempts,
                 replace=replace_lost,
@@ -228,7 +260,10 @@ class Session:
         return Parts(
             fleet=fleet,
             trainer=trainer,
-            client=client,
+            pool=pool,
+            client=served.client(pool, gate, journal),
+            spread=spread,
+            new_client=lambda url: replace(served, url=url).client(pool, gate, journal),
             prober=prober,
             probe=probe,
             refit=new_refit(),
@@ -246,7 +281,8 @@ class Session:
         steps, fleet = self.recipe.grpo.max_num_steps, parts.fleet
         self._refit(parts, 0)
         self._check_seeds(parts)
-        self.report.sockets = checks.check_sockets(self.checks)
+        sockets = [NodeSockets.here()] if self._joined is None else self._joined.sockets(fleet)
+        self.report.sockets = checks.check_sockets(self.checks, sockets)
         for step in range(1, steps + 1):
             self._step(parts, step)
             checks.check_stale_refused(self.checks, step, parts.refit)
@@ -258,8 +294,8 @@ class Session:
         fleet.check_membership()
         parts.telemetry.poll()
         checks.check_telemetry(self.checks, parts.telemetry, len(parts.instances) - len(fleet.workers))
-        attempts = parts.journal.attempts
-        self.report.requests = checks.check_join(self.checks, attempts, fleet, self.out / "logs")
+        fleet.flush_logs()
+        self._check_join(parts)
         self._keep_metrics(fleet)
 
     def _step(self, parts: Parts, step: int) -> None:
@@ -289,7 +325,7 @@ class Session:
 
         def routed() -> Completion:
             time.sleep(EVENT_DELAY_S)  # cache events reach the router behind the answers
-            return asyncio.run(parts.prober.complete_all([prompt], sampling))[0]
+            return parts.pool.run(parts.prober.complete_all([prompt], sampling))[0]
 
         routed()
         warm = routed()
@@ -297,9 +333,14 @@ class Session:
         for worker in parts.fleet.workers:
             worker.control.call("flush_cache")
             # An engine tells of a clear with its next step.
-            asyncio.run(parts.prober.complete_on(worker.instance_id, [prompt[:4]], sampling))
+            parts.pool.run(parts.prober.complete_on(worker.instance_id, [prompt[:4]], sampling))
         checks.await_cleared(parts.fleet, cleared)
         checks.check_overlap(self.checks, warm, routed())
+
+    def _check_join(self, parts: Parts) -> None:
+        parts.journal.written().result()
+        attempts = [one for file in sorted(self.out.glob("requests*.jsonl")) for one in read_attempts(file)]
+        self.report.requests = checks.check_join(self.checks, attempts, parts.fleet, self.out / "logs")
 
     def _check_seeds(self, parts: Parts) -> None:
         """One prompt to every worker, at temperature 1 whatever the recipe's, as long as an answer may be.
@@ -312,7 +353,7 @@ class Session:
         check_seeds(
             self.checks,
             parts.fleet.workers,
-            lambda worker: asyncio.run(parts.prober.complete_on(worker.instance_id, [prompt], sampling))[0],
+            lambda worker: parts.pool.run(parts.prober.complete_on(worker.instance_id, [prompt], sampling))[0],
         )
 
     def _keep_metrics(self, fleet: Fleet) -> None:
@@ -352,7 +393,7 @@ class Session:
             self._refit(parts, version, f"step{step}.replacement")
 
         return generate(
-            parts.client,
+            parts.spread,
             parts.fleet,
             prompts,
             parts.sampling,

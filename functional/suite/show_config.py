@@ -15,6 +15,7 @@ from functional.runtime.recipe.argv import WorkerPlace, frontend_arguments, work
 from functional.runtime.recipe.load import RecipeError
 from functional.runtime.recipe.options import GENERATION, shown_options
 from functional.runtime.recipe.parser_check import EngineCheck
+from functional.runtime.recipe.placement import plan_nodes
 from functional.runtime.recipe.redact import redacted
 from functional.runtime.recipe.rules import find_warnings
 from functional.runtime.recipe.seeds import engine_seed
@@ -57,6 +58,7 @@ def describe(prepared: Prepared, ask_engine: bool) -> dict[str, Any]:
         "worker_argv": redacted(worker),
         "frontend_argv": redacted(frontend),
         "engine_parser": "accepted" if ask_engine else "not asked",
+        "placement": [str(node) for node in plan_nodes(recipe)],
         "data": asdict(prepared.data),
         "recipe": recipe.shown(),
     }
@@ -85,6 +87,7 @@ def _as_text(shown: dict[str, Any]) -> str:
         f"dynamo.vllm      {shlex.join(shown['worker_argv'])}",
         f"dynamo.frontend  {shlex.join(shown['frontend_argv'])}",
         f"engine's parser  {shown['engine_parser']}",
+        *(f"{f'node {number}':<16} {what}" for number, what in enumerate(shown["placement"])),
         f"data             {data['dataset_name']} ({data['source']}), sha256 {data['sha256']}",
         f"longest prompt   {_tokens(data['longest_prompt'])}",
         "",

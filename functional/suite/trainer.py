@@ -19,7 +19,7 @@ from functional.runtime.recipe.model import Recipe
 from functional.runtime.refit.names import NamedTensors
 from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import ProbeScore
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
 from functional.suite.host_copy import HostCopy
 from functional.suite.policy import Policy, Sample, collate
 from functional.suite.send_faults import FaultyWeights, SendFault

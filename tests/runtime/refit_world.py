@@ -20,7 +20,7 @@ from functional.runtime.refit.machine import State
 from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import PROMPTS, ProbeScore
 from functional.runtime.refit.transaction import FleetRefit
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
 from functional.runtime.rollout.gate import AdmissionGate
 
 VERSION = "get_weight_version"

@@ -4,6 +4,7 @@ import ast
 import inspect
 import os
 import re
+import ssl
 import time
 from pathlib import Path
 
@@ -11,21 +12,26 @@ import httpx
 import pytest
 
 from functional.runtime.errors import ProcessDiedError
-from functional.runtime.fleet import fleet, worker
+from functional.runtime.fleet import fleet, node, worker
+from functional.runtime.fleet import stores as stores_module
 from functional.runtime.fleet.fleet import Fleet
+from functional.runtime.fleet.ports import PortRange
 from functional.runtime.fleet.programs import Programs, find_programs
 from functional.runtime.fleet.settings import FleetSettings
-from functional.runtime.fleet.worker import WorkerOwner
+from functional.runtime.fleet.worker import WorkerProcess
 from functional.runtime.recipe.environment import (
     MANAGED_PREFIXES,
     MANAGED_VARIABLES,
     SHARED_GPU,
+    Credentials,
     WorkerSite,
+    collective_variables,
     control_plane_variables,
     frontend_variables,
     inherited_environment,
     is_inherited,
     left_out,
+    node_variables,
     parser_environment,
     program_environment,
     worker_defaults,
@@ -129,7 +135,7 @@ def test_a_proxy_never_stands_between_the_fleets_programs():
 
 
 def site(recipe, *devices):
-    return WorkerSite(recipe, "127.0.0.1", Path("/run"), 20001, 20002, 20003, 20004, devices)
+    return WorkerSite(recipe, Path("/run"), 20001, 20002, 20003, 20004, devices)
 
 
 WORKERS = {
@@ -142,7 +148,8 @@ WORKERS = {
 @pytest.mark.parametrize("where", WORKERS)
 def test_every_variable_the_fleet_sets_is_managed(where):
     """Whatever a worker is given, `env_vars` may not replace."""
-    given = control_plane_variables("ours", "127.0.0.1", "http://127.0.0.1:1", "nats://127.0.0.1:2")
+    given = control_plane_variables("ours", "https://10.0.0.1:1", "nats://10.0.0.1:2", Credentials("a", "b", "c", "d"))
+    given |= node_variables("10.0.0.1", "eth0")
     given |= frontend_variables(FrontendArgs(tokenizer_cache=True), 1, 2) | worker_variables(WORKERS[where])
     free = {name for name in given if not name.startswith(MANAGED_PREFIXES) and name not in MANAGED_VARIABLES}
     assert free == ({"NCCL_CUMEM_ENABLE"} if where == "shared GPU" else set())  # managed where a GPU is shared
@@ -150,7 +157,7 @@ def test_every_variable_the_fleet_sets_is_managed(where):
 
 def test_the_fleet_names_no_variable_itself():
     """All are listed in `environment`."""
-    for module in (fleet, worker):
+    for module in (fleet, node, stores_module, worker):
         tree = ast.parse(Path(inspect.getfile(module)).read_text(encoding="utf-8"))
         literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         assert not {text for text in literals if isinstance(text, str) and re.fullmatch(r"[A-Z]+(_[A-Z0-9]+)+", text)}
@@ -179,6 +186,11 @@ def test_a_workers_variables_on_each_device():
     }
     assert shared == cuda | SHARED_GPU
     assert "TORCH_COMPILE_DISABLE" not in worker_variables(site(recipe_of(enforce_eager=False)))
+
+
+def test_nccl_is_told_the_interface_between_nodes_only():
+    assert collective_variables("eth1") == {"NCCL_SOCKET_IFNAME": "=eth1"}
+    assert collective_variables("lo") == {}
 
 
 def test_threads_are_divided_among_engines_on_cpu_only(monkeypatch):
@@ -220,11 +232,12 @@ def launches(log, count):
 
 def test_a_workers_environment_and_its_seeds(tmp_path, echo):
     inherited = {"A": "caller", "B": "caller", "OMP_NUM_THREADS": "2", "PATH": os.environ["PATH"]}
-    control_plane = {"ETCD_ENDPOINTS": "ours", "B": "control plane", "C": "control plane"}
+    managed = {"ETCD_ENDPOINTS": "ours", "B": "control plane", "C": "control plane"}
     recipe = {"A": "recipe", "B": "recipe", "OMP_NUM_THREADS": "1"}
-    owner = WorkerOwner.__ray_metadata__.modified_class(
-        settings(tmp_path, echo, env_vars=recipe), inherited, control_plane, 3
-    )
+    base = tmp_path / "base"
+    base.mkdir()
+    fleet_settings = settings(tmp_path, echo, env_vars=recipe)
+    owner = WorkerProcess(fleet_settings, 3, (inherited, managed), PortRange(), (), base)
     log = tmp_path / "logs" / "worker-3.log"
     try:
         addresses = [owner.start()]
@@ -233,6 +246,7 @@ def test_a_workers_environment_and_its_seeds(tmp_path, echo):
             addresses.append(owner.restart())
     finally:
         owner.stop()
+    assert not list(base.iterdir()), "a worker's folder stays"
     seeds = [engine_seed(42, 3, launch) for launch in range(4)]
     assert [address.seed for address in addresses] == seeds
     assert [words[words.index("--seed") + 1] for words, _ in seen] == [str(seed) for seed in seeds[:3]]
@@ -262,12 +276,15 @@ def test_etcd_and_nats_come_up_whatever_the_caller_has_set(real_fleet, monkeypat
     if proxy:
         for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
             monkeypatch.setenv(name, "http://127.0.0.1:9")
-    etcd_url, _ = real_fleet._start_stores(inherited_environment(), time.monotonic() + 60)
-    with httpx.Client(base_url=etcd_url, trust_env=False, timeout=20) as client:
+    stores = real_fleet._start_stores(inherited_environment(), time.monotonic() + 60)
+    secrets = stores_module.secrets_folder(real_fleet.settings)
+    tls = ssl.create_default_context(cafile=secrets / "ca.pem")
+    tls.load_cert_chain(secrets / "cert.pem", secrets / "key.pem")
+    with httpx.Client(base_url=stores.etcd_url, trust_env=False, timeout=20, verify=tls) as client:
         assert client.get("/health").json()["health"] == "true"
         (member,) = client.post("/v3/cluster/member/list", json={}).json()["members"]
     assert member["name"] == "default"
-    assert member["clientURLs"] == [etcd_url]
+    assert member["clientURLs"] == [stores.etcd_url]
     real_fleet.check_control_plane()
 
 

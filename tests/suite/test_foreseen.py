@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
 from functional.suite.host_copy import HostCopy
 from functional.suite.models import ARITHMETIC_DIR
 from functional.suite.policy import Policy, Sample, collate

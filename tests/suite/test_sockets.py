@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from functional.runtime.fleet.sockets import command_line, listening_sockets
 from functional.suite.leftovers import find_leftovers
-from functional.suite.sockets import command_line, listening_sockets
 
 LISTEN = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
 

@@ -5,13 +5,12 @@ Routes, payloads and the fact that errors come back as HTTP 200 with `status: er
 """
 
 import json
-from http.client import HTTPException
 from typing import Any
 
 import httpx
 
 from functional.runtime.errors import RunError
-from functional.runtime.fleet.http_server import HttpServer
+from functional.runtime.fleet.http_server import ControlServer
 
 
 class ControlError(RunError):
@@ -29,11 +28,10 @@ class WorkerLostError(ControlError):
 class WorkerControl:
     """One worker's control server. Every call has a deadline; a timeout says which route hung."""
 
-    def __init__(self, index: int, url: str, timeout_s: float) -> None:
+    def __init__(self, index: int, server: ControlServer, timeout_s: float) -> None:
         self.index = index
-        self.url = url
+        self.server = server
         self._timeout_s = timeout_s
-        self._server = HttpServer(url)
 
     def call(self, route: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> dict[str, Any]:
         """Post `body` to `/engine/<route>` and return the answer. Raises WorkerLostError when none comes
@@ -52,32 +50,34 @@ class WorkerControl:
     def is_ready(self) -> bool:
         """Whether the worker's own health route says that every endpoint is ready."""
         try:
-            answer = json.loads(self._server.ask("GET", "/health", None, 2)[1])
-        except (OSError, HTTPException, ValueError):
+            endpoints = json.loads(self.server.ask("GET", "/health", None, 2).body).get("endpoints")
+        except (ValueError, AttributeError):
             return False
-        return bool(answer.get("endpoints")) and all(state == "ready" for state in answer["endpoints"].values())
+        return bool(endpoints) and all(state == "ready" for state in endpoints.values())
 
     def metrics(self) -> str:
-        """Prometheus text of the worker. Raises ControlError where none comes."""
-        try:
-            return self._server.ask("GET", "/metrics", None, 5)[1].decode()
-        except (OSError, HTTPException, ValueError) as error:
-            raise ControlError(f"worker {self.index}: metrics: {type(error).__name__}: {error}") from error
+        """Prometheus text of the worker. Raises ControlError when it gives none."""
+        reply = self.server.ask("GET", "/metrics", None, 5)
+        if reply.status != 200:
+            raise ControlError(f"worker {self.index}: metrics: {reply.problem or f'status {reply.status}'}")
+        return reply.body.decode()
 
     def close(self) -> None:
-        self._server.close()
+        self.server.close()
 
     def _post(self, route: str, what: str, body: bytes, timeout_s: float | None) -> dict[str, Any]:
         what = f"worker {self.index}: {what}"
+        deadline_s = self._timeout_s if timeout_s is None else timeout_s
+        reply = self.server.ask("POST", f"/engine/{route}", body, deadline_s)
+        if reply.timed_out:
+            raise WorkerLostError(self.index, f"{what}: no answer within the deadline")
+        if not reply.status:
+            raise ControlError(f"{what}: {reply.problem}")
         try:
-            deadline_s = self._timeout_s if timeout_s is None else timeout_s
-            status, content = self._server.ask("POST", f"/engine/{route}", body, deadline_s)
-            answer = json.loads(content)
-        except TimeoutError as error:
-            raise WorkerLostError(self.index, f"{what}: no answer within the deadline") from error
-        except (OSError, HTTPException, ValueError) as error:
+            answer = json.loads(reply.body)
+        except ValueError as error:
             raise ControlError(f"{what}: {type(error).__name__}: {error}") from error
-        if status != 200 or not isinstance(answer, dict) or answer.get("status") != "ok":
+        if reply.status != 200 or not isinstance(answer, dict) or answer.get("status") != "ok":
             message = answer.get("message", answer) if isinstance(answer, dict) else answer
             raise ControlError(f"{what}: {' '.join(str(message).split())}")
         return answer

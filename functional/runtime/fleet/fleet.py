@@ -1,47 +1,68 @@
-"""The managed fleet of one run: etcd, NATS JetStream, the frontend, and `dynamo.vllm` workers owned by Ray actors."""
+"""The managed fleet of one run: etcd, NATS JetStream, the frontend, and `dynamo.vllm` workers that their nodes' owners
+hold."""
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 
-from functional.runtime.errors import ProcessDiedError, RunError
+from functional.runtime.errors import ConfigError, ProcessDiedError, RunError
 from functional.runtime.fleet.control import FrontendControl, WorkerControl
+from functional.runtime.fleet.http_server import HttpServer
+from functional.runtime.fleet.node import Node, NodeSite, OwnedServer, folder_digest, interface_of
 from functional.runtime.fleet.ports import PortRange, is_listening
 from functional.runtime.fleet.process import ManagedProcess
+from functional.runtime.fleet.remains import Traces
 from functional.runtime.fleet.settings import FleetSettings
-from functional.runtime.fleet.worker import Worker, WorkerAddress, WorkerOwner
-from functional.runtime.recipe.argv import SERVED_MODEL, frontend_arguments
+from functional.runtime.fleet.sockets import NodeSockets
+from functional.runtime.fleet.stores import Stores, make_credentials, start_etcd, start_nats
+from functional.runtime.fleet.worker import Worker, WorkerAddress
+from functional.runtime.recipe.argv import frontend_arguments
 from functional.runtime.recipe.environment import (
+    LOOPBACK,
     control_plane_variables,
     frontend_variables,
     inherited_environment,
     left_out,
+    node_variables,
     program_environment,
-    worker_defaults,
 )
+from functional.runtime.recipe.model import FrontendArgs
 
 POLL_INTERVAL_S = 0.25  # each poll of an unready worker is a line in its log
+OWNER_ANSWER_S = 20.0
+RESTART_S = 60.0
+CHECK_S = 120.0
+"""Another node reads all of a model's small files, from a folder that may be slow."""
+FOREIGN_BASE = Path("/tmp")
+"""Where workers on other nodes than the driver's have their folders of sockets, whose paths must be short."""
 
 
 class Fleet:
     """Starts, watches and ends the fleet. `shutdown` may be called at any time, any number of times."""
 
-    def __init__(self, settings: FleetSettings, placements: list[Any], progress: Callable[[str], None]) -> None:
-        """`placements`: one Ray placement group per worker, each reserving its devices."""
+    def __init__(self, settings: FleetSettings, nodes: Sequence[Node], progress: Callable[[str], None]) -> None:
+        """`nodes`: those of the run's placement, with a started owner each."""
         self.settings = settings
         self.ports = PortRange(settings.address)
         self.workers: list[Worker] = []
         self.phases: dict[str, float] = {}
         self.seeds: dict[int, list[int]] = {}  # by slot, of every engine it has had
-        self._placements = placements
+        self.traces: dict[str, Traces] = {}
+        """By Ray's ID of a node, once shut down: by what the remains of its workers would be known."""
+        self._others = [node for node in nodes if not node.is_drivers]
+        self._nodes = [node for node in nodes if node.engines]
+        self._node_of = {index: node for node in nodes for index in node.engines}
         self._progress = progress
         self._processes: list[ManagedProcess] = []
-        self._owners: list[Any] = []
-        self._addresses: list[WorkerAddress] = []
+        self._addresses: dict[int, WorkerAddress] = {}
+        self._controls: dict[int, WorkerControl] = {}
+        self._launched = False
         self._frontend: FrontendControl | None = None
+        self._frontend_base: tuple[dict[str, str], dict[str, str]] = {}, {}
 
     @property
     def frontend(self) -> FrontendControl:
@@ -58,17 +79,17 @@ class Fleet:
         deadline = began + self.settings.generation.dynamo_cfg.startup_timeout_s
         if names := left_out():
             self._progress(f"not handed on to the fleet: {', '.join(names)}")
+        self._check_nodes()
         inherited = inherited_environment()
         control_plane = self._start_control_plane(inherited, deadline)
         self.phases["control plane"] = time.monotonic() - began
-        inherited = worker_defaults(self.settings.recipe.cluster.device, len(self._placements)) | inherited
-        owner_class: Any = WorkerOwner
-        for index, placement in enumerate(self._placements):
-            options = {"placement_group": placement, "num_gpus": placement.bundle_specs[0]["GPU"]}
-            self._owners.append(owner_class.options(**options).remote(self.settings, inherited, control_plane, index))
-        self._addresses = ray.get([owner.start.remote() for owner in self._owners])
-        for address in self._addresses:
-            self._note(address)
+        self._launched = True
+        started = [
+            node.owner.start.remote(self.settings, self._site(node), inherited, control_plane) for node in self._nodes
+        ]
+        for addresses in answers(self._nodes, started, deadline - time.monotonic()):
+            for address in addresses:
+                self._note(address)
         self.phases["workers launched"] = time.monotonic() - began
         self._wait_until_serving(began, deadline)
 
@@ -92,70 +113,75 @@ class Fleet:
             self._wait_until_serving(began, deadline)
         return self.workers
 
-    def _restart(self, indices: Iterable[int]) -> None:
-        restarted: list[WorkerAddress] = ray.get([self._owners[index].restart.remote() for index in indices])
-        for address in restarted:
-            self.workers[address.index].control.close()
-            self._addresses[address.index] = address
+    def _restart(self, indices: Collection[int]) -> None:
+        nodes = [self._node_of[index] for index in indices]
+        restarted = [node.owner.restart.remote(index) for node, index in zip(nodes, indices, strict=True)]
+        for address in answers(nodes, restarted, RESTART_S):
             self._note(address)
 
     def _note(self, launched: WorkerAddress) -> None:
-        self.ports.given += launched.ports
-        self.seeds.setdefault(launched.index, []).append(launched.seed)
+        index, node = launched.index, self._node_of[launched.index]
+        if index in self._controls:
+            self._controls[index].close()
+        server = HttpServer(launched.control_url) if node.is_drivers else OwnedServer(node, index)
+        self._controls[index] = WorkerControl(index, server, self.settings.generation.dynamo_cfg.control_timeout_s)
+        self._addresses[index] = launched
+        if node.is_drivers:
+            self.ports.given += launched.ports
+        self.seeds.setdefault(index, []).append(launched.seed)
+
+    def _site(self, node: Node) -> NodeSite:
+        return NodeSite(node.address, node.engines, self.settings.run_dir if node.is_drivers else FOREIGN_BASE)
+
+    def _check_nodes(self) -> None:
+        """Raises ConfigError for the first node that lacks what the driver's has: model, programs, the run's folder."""
+        if not self._others:
+            return
+        canary = self.settings.log_dir / f".shared-{self.settings.namespace}"
+        canary.write_text(self.settings.namespace, encoding="utf-8")
+        try:
+            digest = folder_digest(self.settings.model_dir)
+            asked = [node.owner.find_problem.remote(self.settings, digest, canary) for node in self._others]
+            for node, problem in zip(self._others, answers(self._others, asked, CHECK_S), strict=True):
+                if problem:
+                    raise ConfigError(f"node {node.name} ({node.address}): {problem}")
+        finally:
+            canary.unlink(missing_ok=True)
 
     def _start_control_plane(self, inherited: dict[str, str], deadline: float) -> dict[str, str]:
         """Start etcd, NATS and the frontend. Returns the variables by which Dynamo's programs find them."""
-        settings, take, host = self.settings, self.ports.take, self.settings.address
-        etcd_url, nats_url = self._start_stores(inherited, deadline)
-        control_plane = control_plane_variables(settings.namespace, host, etcd_url, nats_url)
-        arguments, http = settings.generation.dynamo_cfg.frontend_args, take()
-        command = [str(settings.programs.dynamo_python), "-m", "dynamo.frontend"]
-        command += frontend_arguments(arguments, host, http, settings.namespace)
-        own = frontend_variables(arguments, stream_port=take(), system_port=take())
-        environment = program_environment(host, inherited, control_plane, own)
-        self._spawn("frontend", command, environment)
-        self._frontend = FrontendControl(f"http://{host}:{http}")
+        settings = self.settings
+        stores = self._start_stores(inherited, deadline)
+        control_plane = control_plane_variables(
+            settings.namespace, stores.etcd_url, stores.nats_url, stores.credentials
+        )
+        self._frontend_base = inherited, control_plane
+        self._frontend = self.add_frontend("frontend", settings.generation.dynamo_cfg.frontend_args)
         return control_plane
 
-    def _start_stores(self, inherited: dict[str, str], deadline: float) -> tuple[str, str]:
-        """Start etcd and NATS, and wait until they listen. Returns the URL of each."""
+    def add_frontend(self, name: str, arguments: FrontendArgs) -> FrontendControl:
+        """Start a frontend for the fleet's workers, beside those that there are; `name` is its log's."""
+        settings, take = self.settings, self.ports.take
+        http = take()
+        command = [str(settings.programs.dynamo_python), "-m", "dynamo.frontend"]
+        # Loopback in a run of several nodes too: it knows no credentials, and only the driver calls it.
+        command += frontend_arguments(arguments, LOOPBACK, http, settings.namespace)
+        own = frontend_variables(arguments, stream_port=take(), system_port=take())
+        own |= node_variables(settings.address, interface_of(settings.address))
+        environment = program_environment(settings.address, *self._frontend_base, own)
+        self._processes.append(ManagedProcess(name, command, settings.log_dir / f"{name}.log", environment))
+        return FrontendControl(f"http://{LOOPBACK}:{http}")
+
+    def _start_stores(self, inherited: dict[str, str], deadline: float) -> Stores:
+        """Start etcd and NATS, and wait until they listen."""
         settings, take, host = self.settings, self.ports.take, self.settings.address
         client, peer, nats = take(), take(), take()
-        etcd_url = f"http://{host}:{client}"
+        stores = Stores(f"https://{host}:{client}", f"nats://{host}:{nats}", make_credentials(settings))
         base = program_environment(host, inherited)
-        self._spawn(
-            "etcd",
-            [
-                str(settings.programs.etcd),
-                f"--data-dir={settings.run_dir / 'etcd'}",
-                f"--listen-client-urls={etcd_url}",
-                f"--advertise-client-urls={etcd_url}",
-                f"--listen-peer-urls=http://{host}:{peer}",
-                f"--initial-advertise-peer-urls=http://{host}:{peer}",
-                f"--initial-cluster=default=http://{host}:{peer}",
-            ],
-            base,
-        )
-        self._spawn(
-            "nats-server",
-            [
-                str(settings.programs.nats_server),
-                "-a",
-                host,
-                "-p",
-                str(nats),
-                "-js",
-                "-sd",
-                str(settings.run_dir / "nats"),
-            ],
-            base,
-        )
+        self._processes.append(start_etcd(settings, stores.etcd_url, f"https://{LOOPBACK}:{peer}", base))
+        self._processes.append(start_nats(settings, nats, stores.credentials, base))
         self._wait_for_ports("etcd and NATS", [client, nats], deadline)
-        return etcd_url, f"nats://{host}:{nats}"
-
-    def _spawn(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
-        log = self.settings.log_dir / f"{name}.log"
-        self._processes.append(ManagedProcess(name, command, log, environment))
+        return stores
 
     def _wait_for_ports(self, what: str, ports: list[int], deadline: float) -> None:
         while not all(is_listening(port) for port in ports):
@@ -165,17 +191,13 @@ class Fleet:
             time.sleep(0.02)
 
     def _wait_until_serving(self, began: float, deadline: float) -> None:
-        control_timeout = self.settings.generation.dynamo_cfg.control_timeout_s
-        known = {worker.control.url: worker.control for worker in self.workers}
-        controls = [
-            known.get(a.control_url) or WorkerControl(a.index, a.control_url, control_timeout) for a in self._addresses
-        ]
-        expected = {address.request_plane for address in self._addresses}
+        addresses = [self._addresses[index] for index in sorted(self._addresses)]
+        expected = {address.request_plane for address in addresses}
         conditions: dict[str, Callable[[], bool]] = {
-            "engines ready": lambda: all(control.is_ready() for control in controls),
+            "engines ready": lambda: all(self._controls[address.index].is_ready() for address in addresses),
             "generate registered": lambda: set(self.frontend.instances("generate")) == expected,
             "rl registered": lambda: set(self.frontend.instances("rl")) == expected,
-            "model routed": lambda: self.frontend.has_model(SERVED_MODEL),
+            "model routed": lambda: self.frontend.has_model(self.settings.recipe.policy.model_name),
         }
         for what, holds in conditions.items():
             while not holds():
@@ -189,9 +211,7 @@ class Fleet:
             self.phases[what] = time.monotonic() - began
             self._progress(f"{what} after {self.phases[what]:.1f} s")
         ids = self.frontend.instances("generate")
-        self.workers = [
-            Worker(a.index, ids[a.request_plane], control) for a, control in zip(self._addresses, controls, strict=True)
-        ]
+        self.workers = [Worker(a.index, ids[a.request_plane], self._controls[a.index]) for a in addresses]
 
     def check(self) -> None:
         """Raise ProcessDiedError for the first process of the fleet that has ended."""
@@ -205,14 +225,17 @@ class Fleet:
             process.check()
 
     def lost_workers(self) -> dict[int, str]:
-        """Slot → last words, of the workers that have ended. Raises ProcessDiedError when an owner is gone."""
-        if not self._owners:
+        """Slot → last words, of the workers that have ended. Raises ProcessDiedError when an owner, or its node, is
+        gone."""
+        if not self._launched:
             return {}
-        try:
-            problems = ray.get([owner.problem.remote() for owner in self._owners], timeout=20)
-        except ray.exceptions.RayError as error:
-            raise ProcessDiedError(f"a worker's owner is gone: {' '.join(str(error).split())[:300]}") from error
-        return {index: problem for index, problem in enumerate(problems) if problem is not None}
+        found: dict[int, str] = {}
+        for problems in self._of_owners("problems"):
+            found |= problems
+        return found
+
+    def _of_owners(self, method: str) -> list[Any]:
+        return answers(self._nodes, [getattr(node.owner, method).remote() for node in self._nodes], OWNER_ANSWER_S)
 
     def check_membership(self) -> None:
         """Raise RunError unless exactly the workers of start-up are registered at `generate` and `rl`."""
@@ -226,28 +249,56 @@ class Fleet:
     def pids(self) -> dict[str, list[int]]:
         """Process ids by name, for the run's record and for tests that inject faults."""
         found = {process.name: process.pids() for process in self._processes}
-        if self._owners:
-            owned = ray.get([owner.pids.remote() for owner in self._owners], timeout=20)
-            found |= {f"worker-{index}": pids for index, pids in enumerate(owned)}
+        if self._launched:
+            for node, owned in zip(self._nodes, self._of_owners("pids"), strict=True):
+                where = "" if node.is_drivers else f" on {node.name}"
+                found |= {f"worker-{index}{where}": pids for index, pids in owned.items()}
         return found
 
+    def flush_logs(self) -> None:
+        """Bring the workers' logs of other nodes to where this process reads them."""
+        self._of_owners("flush_logs")
+
+    def sockets(self) -> list[NodeSockets]:
+        """What the workers listen on, node by node."""
+        return self._of_owners("sockets")
+
     def listening_ports(self) -> list[int]:
-        """Ports given to this fleet's processes."""
+        """Ports given to this fleet's processes on the driver's node."""
         return sorted(self.ports.given)
 
     def shutdown(self) -> None:
         """End workers, then the frontend, NATS and etcd."""
-        for worker in self.workers:
-            worker.control.close()
-        for owner in self._owners:
+        for control in self._controls.values():
+            control.close()
+        stopping = [(node, node.owner.stop.remote(self.settings.namespace)) for node in self._nodes]
+        for node, reference in stopping:
             # An owner that is gone took its lifeline with it, and the worker's guard ended the worker.
             with contextlib.suppress(ray.exceptions.RayError):
-                ray.get(owner.stop.remote(), timeout=40)
-            ray.kill(owner)
-        self._owners = []
+                self.traces[node.ray_id] = ray.get(reference, timeout=40)
+        self._nodes, self._launched = [], False
         for process in reversed(self._processes):
             process.stop()
         self._processes = []
         if self._frontend is not None:
             self._frontend.close()
             self._frontend = None
+
+
+def answers(nodes: Sequence[Node], asked: Sequence[Any], timeout_s: float) -> list[Any]:
+    """What the nodes' owners answer to what each was asked.
+
+    Raises RunError with what an owner raised; ProcessDiedError, which names the node, where an owner is gone or silent.
+    """
+    deadline = time.monotonic() + timeout_s
+    found = []
+    for node, reference in zip(nodes, asked, strict=True):
+        where = f"node {node.name} ({node.address})"
+        try:
+            found.append(ray.get(reference, timeout=max(0.0, deadline - time.monotonic())))
+        except ray.exceptions.RayTaskError as error:
+            raise RunError(f"{where}: {' '.join(str(error.cause).split())}") from error
+        except ray.exceptions.RayError as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise ProcessDiedError(f"{where}: the owner of its workers is gone ({why})") from error
+    return found

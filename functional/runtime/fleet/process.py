@@ -21,9 +21,15 @@ class ManagedProcess:
     """A command under `fleet.guard`; ends with everything it started, also when this process is killed."""
 
     def __init__(
-        self, name: str, command: list[str], log: Path, environment: Mapping[str, str], grace_s: float = 10.0
+        self,
+        name: str,
+        command: list[str],
+        log: Path,
+        environment: Mapping[str, str],
+        grace_s: float = 10.0,
+        folder: Path | None = None,
     ) -> None:
-        """Start `command` with exactly `environment`; output goes to `log`."""
+        """Start `command` with exactly `environment`; output goes to `log`. `folder`: goes away with the command."""
         self.name = name
         self.log = log
         self.grace_s = grace_s
@@ -32,7 +38,16 @@ class ManagedProcess:
         try:
             with log.open("ab") as output:
                 self._guard = subprocess.Popen(
-                    [sys.executable, "-S", "-E", guard.__file__, str(read_end), str(grace_s), "", *command],
+                    [
+                        sys.executable,
+                        "-S",
+                        "-E",
+                        guard.__file__,
+                        str(read_end),
+                        str(grace_s),
+                        str(folder or ""),
+                        *command,
+                    ],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

@@ -10,7 +10,8 @@ from functional.runtime.recipe.model import GenerationConfig, Recipe
 
 @dataclass(frozen=True)
 class FleetSettings:
-    """A recipe, and where its fleet lives. Folders are absolute; `address` is the one every server binds."""
+    """A recipe, and where its fleet lives. Folders are absolute; `address` is of the driver's node, where etcd and NATS
+    listen: loopback in a run of one node."""
 
     namespace: str
     recipe: Recipe

@@ -1,8 +1,9 @@
-"""A worker of the fleet as others see it, and the Ray actor that owns its process."""
+"""A worker of the fleet as others see it, and its process as its node's owner sees it."""
 
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-import ray
+from pathlib import Path
 
 from functional.runtime.errors import ProcessDiedError
 from functional.runtime.fleet.control import WorkerControl
@@ -10,7 +11,7 @@ from functional.runtime.fleet.ports import PortRange
 from functional.runtime.fleet.process import ManagedProcess
 from functional.runtime.fleet.settings import FleetSettings
 from functional.runtime.recipe.argv import WorkerPlace, worker_arguments
-from functional.runtime.recipe.environment import WorkerSite, program_environment, worker_variables
+from functional.runtime.recipe.environment import LOOPBACK, WorkerSite, program_environment, worker_variables
 from functional.runtime.recipe.seeds import engine_seed
 
 
@@ -25,7 +26,10 @@ class Worker:
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """Where one worker serves: control URL, and «host:port» of its request plane. seed: its engine's."""
+    """Where one worker serves: control URL on its node's loopback, and «host:port» of its request plane.
+
+    seed: its engine's.
+    """
 
     index: int
     control_url: str
@@ -34,20 +38,30 @@ class WorkerAddress:
     seed: int
 
 
-@ray.remote(num_cpus=0, num_gpus=1, max_restarts=0)
-class WorkerOwner:
-    """Owns one `dynamo.vllm` worker on the node and device Ray reserved."""
+class WorkerProcess:
+    """One slot of the fleet: the `dynamo.vllm` process that is in it, on this node."""
 
     def __init__(
-        self, settings: FleetSettings, inherited: dict[str, str], control_plane: dict[str, str], index: int
+        self,
+        settings: FleetSettings,
+        index: int,
+        environment: tuple[Mapping[str, str], Mapping[str, str]],
+        ports: PortRange,
+        devices: tuple[str, ...],
+        base: Path,
     ) -> None:
-        self.settings = settings
-        self.inherited = inherited
-        self.control_plane = control_plane
-        self.index = index
+        """environment: what the recipe's `env_vars` win over, and what wins over them. ports: of the address that other
+        nodes call; devices: GPUs that are its own; base: where its folder of sockets is made."""
+        self._settings = settings
+        self._index = index
+        self._below, self._above = environment
+        self._ports = ports
+        self._devices = devices
+        self._base = base
         self._launched = 0
         self._process: ManagedProcess | None = None
-        self._ports = PortRange(settings.address)
+        self.folder: Path | None = None
+        self.log = settings.log_dir / f"worker-{index}.log"
 
     def restart(self) -> WorkerAddress:
         """End whatever is left of the worker at once, and launch a new one, on ports that no worker here had before."""
@@ -57,41 +71,29 @@ class WorkerOwner:
 
     def start(self) -> WorkerAddress:
         """Launch the worker and return where it will serve."""
-        settings, ports = self.settings, self._ports
-        ports.given = []
-        rpc, stream, system, engine = ports.take(), ports.take(), ports.take(), ports.take(4)
+        settings = self._settings
+        rpc, stream, system, engine = (self._ports.take(span) for span in (1, 1, 1, 4))
+        self.folder = Path(tempfile.mkdtemp(prefix="w", dir=self._base))  # short: a socket's path has 107 bytes
         site = WorkerSite(
             settings.recipe,
-            settings.address,
-            settings.run_dir,
+            self.folder,
             rpc_port=rpc,
             stream_port=stream,
             system_port=system,
             engine_port=engine,
-            devices=self._devices(),
+            devices=self._devices,
         )
-        seed = engine_seed(settings.recipe.grpo.seed, self.index, self._launched)
+        seed = engine_seed(settings.recipe.grpo.seed, self._index, self._launched)
         self._launched += 1
-        place = WorkerPlace(settings.model_dir, settings.namespace, settings.run_dir / f"kv{self.index}", seed)
+        place = WorkerPlace(settings.model_dir, settings.namespace, self.folder / "kv", seed)
         command = [str(settings.programs.dynamo_python), "-m", "dynamo.vllm"]
         command += worker_arguments(settings.recipe, place)
-        log = settings.log_dir / f"worker-{self.index}.log"
-        environment = program_environment(
-            settings.address,
-            self.inherited,
-            settings.generation.vllm_cfg.env_vars,
-            self.control_plane,
-            worker_variables(site),
-        )
-        self._process = ManagedProcess(f"worker {self.index}", command, log, environment)
-        return WorkerAddress(
-            self.index, f"http://{settings.address}:{system}", f"{settings.address}:{rpc}", tuple(ports.given), seed
-        )
-
-    def _devices(self) -> tuple[str, ...]:
-        """GPUs that Ray reserved for this worker; none where it has no GPU, or one that the trainer has too."""
-        cluster = self.settings.recipe.cluster
-        return () if cluster.device == "cpu" or cluster.share_gpu else tuple(map(str, ray.get_gpu_ids()))
+        own, env_vars = worker_variables(site), settings.generation.vllm_cfg.env_vars
+        environment = program_environment(settings.address, self._below, env_vars, self._above, own)
+        self._process = ManagedProcess(f"worker {self._index}", command, self.log, environment, folder=self.folder)
+        ports = (rpc, stream, system, *range(engine, engine + 4))
+        plane = f"{self._ports.address}:{rpc}"
+        return WorkerAddress(self._index, f"http://{LOOPBACK}:{system}", plane, ports, seed)
 
     def problem(self) -> str | None:
         """None while the worker runs, else what became of it."""

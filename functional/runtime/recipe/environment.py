@@ -10,7 +10,7 @@ It is a module of the recipe, and not of the fleet, because `rules` judges a rec
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from functional.engine.transports import PROOF_VARIABLE
@@ -22,13 +22,12 @@ MANAGED_PREFIXES = ("DYN_", "DYNAMO_", "ETCD_", "NATS_", "RAY_", "PYTHON")
 
 @dataclass(frozen=True)
 class WorkerSite:
-    """What one worker's variables are made of. address: the one its servers bind; run_dir: folder of its sockets.
+    """What one worker's variables are made of. run_dir: folder of its sockets, which only its node has.
 
     engine_port: the first of four; devices: GPUs that are its own, none on CPU.
     """
 
     recipe: Recipe
-    address: str
     run_dir: Path
     rpc_port: int
     stream_port: int
@@ -41,6 +40,8 @@ class WorkerSite:
         return self.recipe.cluster.device == "cpu"
 
 
+LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
+
 WORKER_VARIABLES: dict[str, Callable[[WorkerSite], str | None]] = {
     "DYN_TCP_RPC_PORT": lambda site: str(site.rpc_port),
     "DYN_TCP_RESPONSE_STREAM_PORT": lambda site: str(site.stream_port),
@@ -49,7 +50,7 @@ WORKER_VARIABLES: dict[str, Callable[[WorkerSite], str | None]] = {
     # By the time a worker is told to stop, nothing is under way.
     "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": lambda _: "0",
     "VLLM_PORT": lambda site: str(site.engine_port),
-    "VLLM_HOST_IP": lambda site: site.address,
+    "VLLM_HOST_IP": lambda _: LOOPBACK,  # the processes of an engine share a node
     "VLLM_RPC_BASE_PATH": lambda site: str(site.run_dir),  # a killed worker leaves its sockets there
     "VLLM_RENDEZVOUS_DIR": lambda site: str(site.run_dir),
     PROOF_VARIABLE: lambda site: site.recipe.proof,
@@ -80,8 +81,6 @@ MANAGED_VARIABLES = (WORKER_VARIABLES.keys() | SHARED_GPU.keys() | NEVER_SET) - 
 
 NCCL_CUMEM_ENABLE is the site's or the recipe's wherever no GPU is shared.
 """
-
-LOOPBACK_INTERFACE = "lo"
 
 KEPT_OF_VLLM = frozenset(
     {
@@ -136,21 +135,54 @@ def _control_timeout_s(site: WorkerSite) -> float:
     return site.recipe.policy.generation.dynamo_cfg.control_timeout_s
 
 
-def control_plane_variables(namespace: str, address: str, etcd_url: str, nats_url: str) -> dict[str, str]:
-    """By which workers and frontend find etcd, NATS and each other. address: the one every server binds."""
+@dataclass(frozen=True)
+class Credentials:
+    """By which etcd and NATS know the programs of a run: PEM texts, the key's too, and a password."""
+
+    ca: str = field(repr=False)
+    certificate: str = field(repr=False)
+    key: str = field(repr=False)
+    password: str = field(repr=False)
+
+
+ADDRESS_VARIABLE = "FUNCTIONAL_NODE_IP"
+"""The job's address of a node, where whoever started Ray there has set it; else it is Ray's own."""
+
+NATS_USER = "run"
+NAMESPACE_VARIABLE = "DYN_NAMESPACE"
+
+
+def control_plane_variables(namespace: str, etcd_url: str, nats_url: str, credentials: Credentials) -> dict[str, str]:
+    """By which workers and frontend find etcd, NATS and each other."""
     return {
         "ETCD_ENDPOINTS": etcd_url,
+        "ETCD_AUTH_CA": credentials.ca,  # texts, not paths
+        "ETCD_AUTH_CLIENT_CERT": credentials.certificate,
+        "ETCD_AUTH_CLIENT_KEY": credentials.key,
         "NATS_SERVER": nats_url,
-        "DYN_NAMESPACE": namespace,
+        "NATS_AUTH_USERNAME": NATS_USER,
+        "NATS_AUTH_PASSWORD": credentials.password,
+        NAMESPACE_VARIABLE: namespace,
         "DYN_DISCOVERY_BACKEND": "etcd",
         "DYN_REQUEST_PLANE": "tcp",
         "DYN_EVENT_PLANE": "nats",
         "DYN_HEALTH_CHECK_ENABLED": "false",
         "DYN_ENABLE_EXPERIMENTAL_PARSERS_V2": "1",  # without it the tool parser drops nvext.engine_data
-        "DYN_SYSTEM_HOST": address,
-        "DYN_TCP_RPC_HOST": address,
-        "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK_INTERFACE,  # an interface's name, not an address
     }
+
+
+def node_variables(address: str, interface: str) -> dict[str, str]:
+    """Where the Dynamo programs of one node listen: what other nodes call on its address, all else on its loopback."""
+    return {
+        "DYN_SYSTEM_HOST": LOOPBACK,
+        "DYN_TCP_RPC_HOST": address,
+        "DYN_TCP_RESPONSE_STREAM_HOST": interface,  # an interface's name, not an address
+    }
+
+
+def collective_variables(interface: str) -> dict[str, str]:
+    """Interface of NCCL between the nodes of a run, where neither the site nor the recipe names one."""
+    return {} if interface == LOOPBACK_INTERFACE else {"NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def frontend_variables(arguments: FrontendArgs, stream_port: int, system_port: int) -> dict[str, str]:

@@ -83,6 +83,7 @@ class DynamoConfig(Section):
     """`policy.generation.dynamo_cfg`: the managed Dynamo runtime. Times in seconds.
 
     proof: what weights are proved by; null is sha256 on cpu and nh on cuda (docs/refit.md).
+    max_inflight_requests: rollouts under way at a time; null for all that there are.
     """
 
     engine: Literal["vllm"] = "vllm"
@@ -91,6 +92,7 @@ class DynamoConfig(Section):
     control_timeout_s: float = Field(60, gt=0)
     update_attempts: int = Field(3, ge=1)
     proof: ProofKind | None = None
+    max_inflight_requests: int | None = Field(None, ge=1)
     metrics_interval_s: float = Field(5, gt=0)
     metrics_worker_prefixes: list[str] = ["vllm:", "dynamo_component_"]
     metrics_frontend_prefixes: list[str] = ["dynamo_frontend_", "dynamo_component_router_"]
@@ -128,8 +130,10 @@ class VllmKwargs(OpenSection):
 
 
 class Resources(Section):
+    """`colocated.resources`: nodes with engines, null for all, and the devices that engines take on each."""
+
     gpus_per_node: int = Field(1, ge=1)
-    num_nodes: int = Field(1, ge=1)
+    num_nodes: int | None = Field(None, ge=1)
 
 
 class Colocated(Section):
@@ -272,10 +276,14 @@ class Recipe(Section):
         return vllm.tensor_parallel_size * vllm.pipeline_parallel_size
 
     @property
+    def engine_nodes(self) -> int:
+        """Number of nodes with engines."""
+        return self.policy.generation.colocated.resources.num_nodes or self.cluster.num_nodes
+
+    @property
     def num_engines(self) -> int:
         """Number of `dynamo.vllm` workers."""
-        resources = self.policy.generation.colocated.resources
-        return resources.gpus_per_node * resources.num_nodes // self.devices_per_engine
+        return self.policy.generation.colocated.resources.gpus_per_node * self.engine_nodes // self.devices_per_engine
 
     @property
     def transport(self) -> Transport:

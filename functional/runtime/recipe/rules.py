@@ -144,13 +144,29 @@ def _colocation(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _devices(recipe: Recipe) -> Iterator[Problem]:
-    cluster, resources = recipe.cluster, recipe.policy.generation.colocated.resources
-    generation = resources.gpus_per_node * resources.num_nodes
-    offered = cluster.gpus_per_node * cluster.num_nodes
-    if 1 + generation > offered:
+    """On a node with engines these take `resources.gpus_per_node` devices, and on the first node the trainer one."""
+    cluster, generation = recipe.cluster, recipe.policy.generation.colocated.resources.gpus_per_node
+    if recipe.engine_nodes < cluster.num_nodes:
+        if generation > cluster.gpus_per_node:
+            message = f"a node has {cluster.gpus_per_node} device(s) (cluster.gpus_per_node)"
+            yield Problem(f"{RESOURCES}.gpus_per_node", generation, message)
+    elif 1 + generation > cluster.gpus_per_node:
         hint = ", a shared one counts twice" if cluster.share_gpu else ""
-        message = f"one trainer and {generation} generation device(s) need {1 + generation}{hint}; there are {offered}"
+        what = f"one trainer and {generation} generation device(s) need {1 + generation}{hint}"
+        where = "" if cluster.num_nodes == 1 else f" on the first node, with engines on each ({RESOURCES}.num_nodes)"
+        message = f"{what}{where}; there are {cluster.gpus_per_node}"
         yield Problem("cluster.gpus_per_node", cluster.gpus_per_node, message)
+
+
+def _nodes(recipe: Recipe) -> Iterator[Problem]:
+    nodes, engines = recipe.cluster.num_nodes, recipe.engine_nodes
+    if engines > nodes:
+        yield Problem(f"{RESOURCES}.num_nodes", engines, f"the cluster has {nodes} (cluster.num_nodes)")
+    elif nodes - engines > 1:
+        message = f"the trainer takes one node and engines {engines} ({RESOURCES}.num_nodes): set at most {engines + 1}"
+        yield Problem("cluster.num_nodes", nodes, message)
+    if nodes > 1 and recipe.cluster.share_gpu:
+        yield Problem("cluster.share_gpu", True, "is for one node: set cluster.num_nodes to 1")
 
 
 def _shared_gpu(recipe: Recipe) -> Iterator[Problem]:
@@ -409,6 +425,7 @@ RULES: tuple[Rule, ...] = (
     _expert_group,
     _colocation,
     _devices,
+    _nodes,
     _shared_gpu,
     _sections,
     _options,

@@ -10,7 +10,7 @@ from functional.runtime.errors import RefitError
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import Transition
 from functional.runtime.refit.probe import PROMPTS, ProbeScore, Reading
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
 
 
 class SourceLostError(RefitError):

@@ -16,7 +16,7 @@ from functional.engine.wire import DEFAULT_TIMEOUT_S, Manifest, Slot, exchange, 
 from functional.runtime.errors import RefitError
 from functional.runtime.refit.names import ExpectedProof, NamedTensors
 from functional.runtime.refit.probe import ProbeScore
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from functional.runtime.refit.parts import (
     WeightSource,
 )
 from functional.runtime.refit.probe import Finding, Noise, Sighting, judge
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
 from functional.runtime.rollout.gate import AdmissionGate
 
 T = TypeVar("T")

@@ -1,0 +1,88 @@
+"""Which node of a run holds what, and that Ray's nodes are refused where they do not fit."""
+
+import pytest
+
+from functional.runtime.errors import ConfigError
+from functional.runtime.fleet import placement
+from functional.runtime.recipe.load import RecipeError
+from functional.runtime.recipe.placement import plan_nodes
+
+ONE_EACH = ("cluster.gpus_per_node=2", "G.colocated.resources.gpus_per_node=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "plan"),
+    [
+        (("cluster.gpus_per_node=5",), ["trainer, engines 0–3"]),
+        (ONE_EACH, ["trainer, engine 0"]),
+        ((*ONE_EACH, "cluster.num_nodes=2"), ["trainer, engine 0", "engine 1"]),
+        ((*ONE_EACH, "cluster.num_nodes=2", "G.colocated.resources.num_nodes=1"), ["trainer", "engine 0"]),
+        (("cluster.num_nodes=3", "G.colocated.resources.num_nodes=2"), ["trainer", "engines 0–3", "engines 4–7"]),
+    ],
+)
+def test_plan(load, overrides, plan):
+    recipe = load(*overrides)
+    planned = plan_nodes(recipe)
+    assert list(map(str, planned)) == plan
+    assert [index for node in planned for index in node.engines] == list(range(recipe.num_engines))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("cluster.gpus_per_node=4", "cluster.num_nodes=2"), "one trainer and 4 .* on the first node, with engines on"),
+        (("G.colocated.resources.num_nodes=2",), r"resources.num_nodes=2: the cluster has 1 \(cluster.num_nodes\)"),
+        (
+            ("cluster.num_nodes=4", "G.colocated.resources.num_nodes=2"),
+            "cluster.num_nodes=4: the trainer takes one node and engines 2 .* set at most 3",
+        ),
+        (
+            ("cluster.num_nodes=2", "G.colocated.resources.num_nodes=1", "G.colocated.resources.gpus_per_node=9"),
+            r"resources.gpus_per_node=9: a node has 8 device\(s\)",
+        ),
+        (("cluster.num_nodes=2", "cluster.device=cuda", "cluster.share_gpu=true"), "is for one node"),
+    ],
+)
+def test_plans_that_do_not_fit(load, overrides, message):
+    with pytest.raises(RecipeError, match=message):
+        load(*overrides)
+
+
+def node(name, devices, alive=True):
+    address = f"10.0.0.{name}"
+    return {
+        "NodeID": f"id{name}",
+        "NodeManagerAddress": address,
+        "Alive": alive,
+        "Resources": {"GPU": devices, f"node:{address}": 1.0},
+    }
+
+
+def test_the_drivers_node_comes_first_if_it_has_the_devices(load, monkeypatch):
+    recipe = load(*ONE_EACH, "cluster.num_nodes=2")
+    monkeypatch.setattr(placement.ray, "nodes", lambda: [node(1, 2), node(2, 2), node(3, 2), node(4, 8, alive=False)])
+    assert [chosen["NodeID"] for chosen in placement._choose(recipe, "id3")] == ["id3", "id1"]
+    monkeypatch.setattr(placement.ray, "nodes", lambda: [node(3, 0), node(2, 2), node(1, 4)])
+    assert [chosen["NodeID"] for chosen in placement._choose(recipe, "id3")] == ["id1", "id2"]
+
+
+def test_too_few_nodes_with_the_devices(load, monkeypatch):
+    monkeypatch.setattr(placement.ray, "nodes", lambda: [node(1, 2), node(2, 1), node(3, 2, alive=False)])
+    with pytest.raises(ConfigError) as caught:
+        placement._choose(load(*ONE_EACH, "cluster.num_nodes=2"), "id1")
+    assert str(caught.value) == (
+        "cluster.num_nodes=2: needs as many nodes with cluster.gpus_per_node=2 GPU(s); "
+        "of Ray's 2 node(s) 10.0.0.1 has 2, 10.0.0.2 has 1"
+    )
+
+
+def test_a_bundle_for_the_trainer_and_one_for_the_engines_of_each_node(load):
+    overrides = ("cluster.gpus_per_node=5", "cluster.num_nodes=2")
+    plans, nodes = plan_nodes(load(*overrides)), [node(1, 5), node(2, 5)]
+    bundles, places = placement._bundles(plans, nodes)
+    assert [(bundle["GPU"], [key for key in bundle if key != "GPU"]) for bundle in bundles] == [
+        (1, ["node:10.0.0.1"]),
+        (4, ["node:10.0.0.1"]),
+        (4, ["node:10.0.0.2"]),
+    ]
+    assert places == [(0, 1), (-1, 2)]

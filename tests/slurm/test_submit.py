@@ -1,0 +1,73 @@
+"""`./build.py submit` of an ordinary user: what it finds before, and the suite's report in the release's record."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.conftest import REPO, SHARED, local
+
+pytestmark = [pytest.mark.slurm, pytest.mark.image, pytest.mark.usefixtures("nothing_left")]
+
+ALICE = 30001
+
+
+@pytest.fixture
+def release(site: None) -> Path:
+    """A copy of the kit in a folder of hers, with the release's squashfs and record."""
+    root = SHARED / "alice/kit"
+    shutil.rmtree(root, ignore_errors=True)
+    for package in ("kit", "sqsh", "ci"):
+        shutil.copytree(REPO / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPO / "build.py", root)
+    (root / "ray.sub").symlink_to("ci/slurm/ray.sub")
+    made, name = root / "dist/cpu", os.environ.get("NAME") or "cpu"
+    made.mkdir(parents=True)
+    shutil.copy(REPO / "dist" / name / "record.json", made)
+    for path in (root, root / "dist", made, made / "record.json"):
+        os.chown(path, ALICE, ALICE)
+    # Its own file keeps its owner: the image's is the release's, and she may only read it.
+    os.link(SHARED / "images/cpu.sqsh", made / "cpu.sqsh")
+    return made
+
+
+def submit(*words: str) -> subprocess.CompletedProcess[str]:
+    packages = REPO / ".venv" / Path(sysconfig.get_path("purelib")).relative_to(sysconfig.get_path("data"))
+    settings = ("KIT_NO_VENV=1", f"PYTHONPATH={packages}", "PYTHONDONTWRITEBYTECODE=1", "OBJECT_STORE_BYTES=100000000")
+    python = ("env", "--chdir=/srv/alice/kit", *settings, "python3", "build.py", "submit", "--backend", "runner")
+    return local("run", "-u", "alice", *python, *words, check=False, seconds=400)
+
+
+def test_what_would_fail_later_is_named_before(release: Path) -> None:
+    options = ("--partition", "none", "--gpus", "9", "--nodes", "1", "grpo.max_num_steps=0")
+    finished = submit("--dry-run", *options)
+    assert finished.returncode == 1
+    assert "there is no partition 'none': choose of local" in finished.stderr
+    assert "✗ 1 node(s) with 9 GPU(s)" in finished.stderr
+    assert "✗ recipe: " in finished.stderr
+    assert "nothing was submitted" in finished.stderr.splitlines()[-1]
+
+
+def test_dry_run_prints_the_job(release: Path) -> None:
+    finished = submit("--dry-run", "--json", "--gpus", "2", "grpo.seed=7")
+    assert finished.returncode == 0, finished.stderr
+    assert "✗" not in finished.stderr
+    assert "seen on 1" in finished.stderr
+    job = json.loads(finished.stdout)
+    assert job["environment"]["COMMAND"].endswith("tests/functional/grpo_dynamo.sh grpo.seed=7")
+    assert "--gres=gpu:2" in job["sbatch"]
+
+
+@pytest.mark.full
+def test_the_suite_on_one_node_ends_in_the_record(release: Path) -> None:
+    finished = submit("--gpus", "2", "--nodes", "1", "--no-check")
+    assert finished.returncode == 0, finished.stderr
+    record = json.loads((release / "record.json").read_text())
+    assert record["functional"]["status"] == "passed"
+    assert (release / "functional/report.html").exists()
