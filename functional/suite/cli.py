@@ -128,7 +128,7 @@ def compare_routers(
         "functional-routers"
     ),
     modes: Annotated[str, typer.Option(help="Router modes, with commas.")] = "kv,round-robin",
-    repeats: Annotated[int, typer.Option(help="Measurements of each mode under each workload.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Measurements of each mode under each workload.")] = 8,
     turns: Annotated[int, typer.Option(help="Turns of a conversation.")] = 3,
 ) -> None:
     """Compare router modes on one fleet: throughput, time to first token, cache hits, balance; table, plot, statement.

@@ -70,8 +70,8 @@ class Metric:
 
 METRICS = (
     Metric("throughput", "generated tokens/s", lambda one: one.throughput, 0),
-    Metric("time to first token, mean", "ms", lambda one: one.ttft_ms, 1),
-    Metric("latency of a request, 95th percentile", "ms", lambda one: one.late, 1),
+    Metric("mean time to first token", "ms", lambda one: one.ttft_ms, 1),
+    Metric("95th percentile of latency", "ms", lambda one: one.late, 1),
     Metric("cache hit rate", "share of prompt tokens", lambda one: one.hit_rate, 3),
     Metric("imbalance", "requests of the busiest worker / mean", lambda one: one.imbalance, 2),
 )
