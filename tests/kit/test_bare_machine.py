@@ -74,7 +74,7 @@ def machine(tmp_path: Path) -> Machine:
 
 def test_a_mistyped_part(machine: Machine) -> None:
     said = machine.refused("make", "test", "PARTS=static units")
-    assert said == "error: there is no part 'units': choose of static unit road stations inside faults full"
+    assert said == "error: there is no part 'units': choose of static unit road stations slurm inside faults full"
     assert not (machine.tree / ".state").exists()
 
 
