@@ -327,7 +327,7 @@ def prepare_environment(job: Job) -> None:
         "FUNCTIONAL_OUT": job.facts["out"],
     }
     os.environ.pop("RAY_ADDRESS", None)
-    if Path(job.facts["workdir"]).is_dir():
+    if job.facts["workdir"]:
         os.chdir(job.facts["workdir"])
 
 

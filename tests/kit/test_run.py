@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from kit.errors import UsageError
-from kit.run import Container, run_container
 from tests.kit.conftest import Kit, convert_layout
 from tests.kit.test_enroot_files import HOSTILE
 from tests.kit.tiny_image import busybox, folder, symlink, write_layout
@@ -289,10 +289,32 @@ class TestRefusals:
         assert finished.returncode == 2
         assert part in finished.stderr
 
-    def test_without_root(self, tiny: Path, monkeypatch) -> None:
-        monkeypatch.setattr(os, "geteuid", lambda: 1000)
-        with pytest.raises(UsageError, match="needs root on a machine without enroot"):
-            run_container(Container(tiny, ["true"]), "own")
+
+class TestWithoutRoot:
+    def test_a_user_whom_the_image_does_not_know(self, kit: Kit, tiny: Path) -> None:
+        """Mounted, or unpacked where the user cannot open /dev/fuse; tests/slurm has each of the two for certain."""
+        with tempfile.TemporaryDirectory() as public:
+            shutil.copytree(kit.root / "kit", Path(public, "kit"), ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copy(tiny, public)
+            state = Path(public, "state")
+            state.mkdir()
+            os.chown(state, 30001, 30001)
+            Path(public).chmod(0o755)
+            script = "id -u; echo x > /new && cat /new; test -w /tmp; exit 7"
+            words = ["/usr/bin/python3", "-B", "-m", "kit.node_run", "--sqsh", f"{public}/{tiny.name}", "--mount"]
+            finished = subprocess.run(
+                [*words, f"{public}/kit:/k:ro", "--", "sh", "-c", f"touch /k/x; {script}"],
+                cwd=public,
+                env={"PATH": "/usr/bin:/bin", "KIT_STATE": str(state), "HOME": "/nonexistent"},
+                user=30001,
+                group=30001,
+                extra_groups=[],
+                capture_output=True,
+                text=True,
+            )
+            assert (finished.returncode, finished.stdout) == (7, "0\nx\n"), finished.stderr
+            assert "Read-only file system" in finished.stderr
+            assert list(state.iterdir()) == []
 
 
 class TestEnroot:

@@ -52,6 +52,40 @@ def test_two_nodes_and_the_commands_exit_code() -> None:
     assert (job.logs / "ray-node2.log").stat().st_size
 
 
+GUIDE = """
+export CONTAINER=/srv/images/cpu.sqsh
+export MOUNTS="$PWD:$PWD"
+export SLURM_ACCOUNT=your-account
+export SLURM_PARTITION=local
+export GPUS_PER_NODE=2
+export BASE_LOG_DIR="$PWD/results/dynamo-smoke/logs"
+printf -v COMMAND '%q ' \\
+  /opt/trainer_venv/bin/python -u "$PWD/an example.py" \\
+  --config "$PWD/a recipe.yaml"
+export COMMAND
+
+sbatch \\
+  --nodes=1 \\
+  --gres="gpu:${GPUS_PER_NODE}" \\
+  --exclusive \\
+  --account="$SLURM_ACCOUNT" \\
+  --partition="$SLURM_PARTITION" \\
+  ray.sub
+"""
+
+
+def test_the_guides_block() -> None:
+    """Verbatim but for the names and the command."""
+    home = SHARED / "alice"
+    (home / "an example.py").write_text("import os, sys; print(os.getcwd(), sys.argv[1:])")
+    (home / "ray.sub").symlink_to("/srv/kit/ray.sub")
+    submitted = local("run", "-u", "alice", "env", "--chdir=/srv/alice", "bash", "-c", GUIDE)
+    job = Job(submitted.stdout.split()[-1])
+    assert job.wait() == ("COMPLETED", "0:0"), job.output
+    said = (home / f"results/dynamo-smoke/logs/{job.number}-logs/driver.log").read_text()
+    assert said == "/srv/alice ['--config', '/srv/alice/a recipe.yaml']\n"
+
+
 def test_cancelled_while_the_command_runs() -> None:
     job = submit("touch /tmp/a-file; sleep 600")
     job.wait_for("command")

@@ -38,7 +38,7 @@ def release(site: None) -> Path:
 
 
 def submit(*words: str) -> subprocess.CompletedProcess[str]:
-    packages = REPO / ".venv" / Path(sysconfig.get_path("purelib")).relative_to(sysconfig.get_path("data"))
+    packages = Path("/srv/kit/.venv") / Path(sysconfig.get_path("purelib")).relative_to(sysconfig.get_path("data"))
     settings = ("KIT_NO_VENV=1", f"PYTHONPATH={packages}", "PYTHONDONTWRITEBYTECODE=1", "OBJECT_STORE_BYTES=100000000")
     python = ("env", "--chdir=/srv/alice/kit", *settings, "python3", "build.py", "submit", "--backend", "runner")
     return local("run", "-u", "alice", *python, *words, check=False, seconds=400)
