@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -53,18 +54,20 @@ def main() -> None:
 
 def run_inside(part: str, rounds: int, name: str, packages: Path | None) -> Any:
     """What bench.rollout_inside prints to its file for this part, in the release's squashfs with this tree's code."""
-    with tempfile.TemporaryDirectory() as folder:
-        mounts = [f"{REPO / place}:/src/{place}:ro" for place in MOUNTED] + [f"{folder}:/out"]
-        env = ["PYTHONPATH=/src", "PYTHONDONTWRITEBYTECODE=1"]
-        if packages is not None:
-            mounts.append(f"{packages.absolute()}:/packages:ro")
-            env[0] += ":/packages"
-        script = f"cd /src && python -m bench.rollout_inside {part} {rounds} /out"
-        container = make_container(release(name).sqsh, ["bash", "-c", script], mounts, env, "none")
-        status = run_container(container).status
-        if status != 0:
-            sys.exit(f"error: {part}: ended with status {status}")
-        return json.loads((Path(folder) / f"{part}.json").read_text())
+    folder = Path(tempfile.mkdtemp(prefix="bench-rollout-"))
+    mounts = [f"{REPO / place}:/src/{place}:ro" for place in MOUNTED] + [f"{folder}:/out"]
+    env = ["PYTHONPATH=/src", "PYTHONDONTWRITEBYTECODE=1"]
+    if packages is not None:
+        mounts.append(f"{packages.absolute()}:/packages:ro")
+        env[0] += ":/packages"
+    script = f"cd /src && python -m bench.rollout_inside {part} {rounds} /out"
+    container = make_container(release(name).sqsh, ["bash", "-c", script], mounts, env, "none")
+    status = run_container(container).status
+    if status != 0:
+        sys.exit(f"error: {part}: ended with status {status}; what it wrote is in {folder}")
+    found = json.loads((folder / f"{part}.json").read_text())
+    shutil.rmtree(folder)
+    return found
 
 
 def table(found: dict[str, Any]) -> list[str]:
