@@ -216,28 +216,24 @@ def join_all(copies: Iterable[Copy]) -> list[Copy]:
 
 
 def overlap(numel: int, views: Sequence[View]) -> bool:
-    """Whether two of these parts of a tensor of `numel` elements share an element.
+    """Whether two of these parts of a tensor of `numel` elements share an element."""
+    total = sum(view.numel for view in views)
+    return total > numel or covered(numel, views) < total
+
+
+def covered(numel: int, views: Iterable[View]) -> int:
+    """How many of a tensor's `numel` elements lie in at least one of these parts, which share no element each.
 
     Counted on a mask of the blocks that all parts are made of, which is small where they are rows.
     """
-    if sum(view.numel for view in views) > numel:
-        return True
-    flat = [view.merged() for view in views if view.numel]
-    unit = numel
-    for view in flat:
-        whole = view.strides[-1:] == (1,)
-        runs = [view.shape[-1] if whole else 1, *view.strides[: len(view.strides) - whole], view.offset]
-        unit = math.gcd(unit, *runs)
+    flat = [View(view.offset, (*view.shape, 1), (*view.strides, 1)) for view in map(View.merged, views) if view.numel]
+    flat = [View(v.offset, v.shape[:-1], v.strides[:-1]) if v.strides[-2:-1] == (1,) else v for v in flat]
+    unit = math.gcd(numel, *(n for view in flat for n in (view.offset, view.shape[-1], *view.strides[:-1])))
     mask = torch.zeros(max(numel // max(unit, 1), 1), dtype=torch.bool)
     for view in flat:
-        whole = view.strides[-1:] == (1,)
-        shape = (*view.shape[:-1], view.shape[-1] // unit) if whole else view.shape
-        strides = tuple(stride // unit for stride in view.strides[: len(view.strides) - whole]) + (1,) * whole
-        part = mask.as_strided(shape, strides, view.offset // unit)
-        if part.any():
-            return True
-        part.fill_(True)
-    return False
+        shape = (*view.shape[:-1], view.shape[-1] // unit)
+        mask.as_strided(shape, (*(stride // unit for stride in view.strides[:-1]), 1), view.offset // unit).fill_(True)
+    return int(mask.count_nonzero()) * unit
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -273,17 +269,17 @@ def _join(first: Copy, second: Copy) -> Copy | None:
         return None
     put, take = second.put.offset - first.put.offset, second.take.offset - first.take.offset
     one, two = _dims(first), _dims(second)
-    for index, (size, (put_stride, take_stride)) in enumerate(one):
-        if (put, take) != (size * put_stride, size * take_stride):
-            continue
+    for index, (size, strides) in enumerate(one):
         rest = [*one[:index], *one[index + 1 :]]
-        if two == rest:
-            more = 1
-        elif len(two) == len(one) and two[index][1] == one[index][1] and [*two[:index], *two[index + 1 :]] == rest:
-            more = two[index][0]
-        else:
+        if (put, take) != (size * strides[0], size * strides[1]):
             continue
-        return _of_dims(first, [*one[:index], (size + more, (put_stride, take_stride)), *one[index + 1 :]])
+        if two == rest:
+            return _of_dims(first, [*rest, (size + 1, strides)])
+        if len(two) == len(one) and two[index][1] == strides and [*two[:index], *two[index + 1 :]] == rest:
+            return _of_dims(first, [*rest, (size + two[index][0], strides)])
+    for index, (size, strides) in enumerate(two):
+        if (put, take) == strides and [*two[:index], *two[index + 1 :]] == one:
+            return _of_dims(first, [*one, (1 + size, strides)])
     if one == two and put > 0 and take > 0:
         return _of_dims(first, [(2, (put, take)), *one])
     return None

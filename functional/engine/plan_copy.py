@@ -52,10 +52,12 @@ class Spreader:
 class Packer:
     """Gathers the slices of a chunk in a buffer."""
 
-    def __init__(self, schedule: Schedule, buffers: Sequence[Tensor]) -> None:
+    def __init__(self, schedule: Schedule, buffers: Sequence[Tensor], *, resident: bool = False) -> None:
+        """resident: the sender's tensors lie at the same place in every update, so that the list of copies may be kept.
+        It keeps the tensors' memory too: not for gathered ones."""
         self._schedule = schedule
         self._buffers = buffers
-        self._lists: dict[int, tuple[tuple[int, ...], _Lists]] = {}
+        self._kept: dict[int, tuple[tuple[int, ...], _Lists]] | None = {} if resident else None
 
     def packed(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[int, Chunk, Tensor]]:
         """Index, chunk and buffer of each chunk in turn. A buffer is written again when BUFFERS more are asked for: that
@@ -74,17 +76,17 @@ class Packer:
         given.exhaust()
 
     def _list(self, index: int, chunk: Chunk, sources: Mapping[str, Tensor], buffer: Tensor) -> _Lists:
-        """The chunk's copies; made anew only for tensors that lie elsewhere than the last time."""
         where = tuple(tensor.data_ptr() for tensor in sources.values())
-        if (known := self._lists.get(index)) is not None and known[0] == where:
-            return known[1]
+        if self._kept is not None and (kept := self._kept.get(index)) is not None and kept[0] == where:
+            return kept[1]
         pairs = []
         for piece in chunk.pieces:
             source = sources[piece.source]
             out_of = _flat_if_contiguous(piece.take).on(source)
             pairs.append((_typed(buffer, piece.at, source.dtype, out_of), out_of))
         lists = _launches(pairs)
-        self._lists[index] = where, lists
+        if self._kept is not None:
+            self._kept[index] = where, lists
         return lists
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from functional.engine.plan import Plan, View, dtype_name, parse_dtype
+from functional.engine.plan import Plan, View, covered, dtype_name, parse_dtype
 from functional.engine.wire import Slot
 
 _ALIGNMENT = 16
@@ -100,12 +100,15 @@ class Intake:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`unused`: tensors that no rank takes (of a tied head, say)."""
+    """`untaken`: tensor → how many of its elements no rank takes, where there are any.
+
+    All of a tensor may be right (a tied head's). A part never is: the engine then computes with less than the trainer.
+    """
 
     slots: tuple[Slot, ...]
     chunks: tuple[Chunk, ...]
     intakes: Mapping[int, Intake]
-    unused: tuple[str, ...]
+    untaken: Mapping[str, int]
 
     @property
     def nbytes(self) -> int:
@@ -127,11 +130,9 @@ def make_schedule(plans: Mapping[int, Plan], slots: Sequence[Slot], chunk_bytes:
     _check_sources(plans, slots)
     open_chunks: dict[tuple[int, ...], _Open] = {}
     closed: list[_Open] = []
-    used = set()
     wanted = _wanted(plans)
     for slot in slots:
         for take, takers in wanted[slot.name].items():
-            used.add(slot.name)
             ranks = tuple(sorted({rank for rank, _, _ in takers}))
             step = math.lcm(take.block, *(put.block for _, _, put in takers))
             start = 0
@@ -146,9 +147,13 @@ def make_schedule(plans: Mapping[int, Plan], slots: Sequence[Slot], chunk_bytes:
                 start = stop
     closed += open_chunks.values()
     intakes = {rank: Intake(tuple(chunk.arrival(rank) for chunk in closed if rank in chunk.ranks)) for rank in plans}
-    unused = tuple(slot.name for slot in slots if slot.name not in used)
+    untaken = {}
+    for slot in slots:
+        numel = math.prod(slot.shape)
+        if left := numel - covered(numel, wanted[slot.name]):
+            untaken[slot.name] = left
     chunks = tuple(Chunk(chunk.ranks, chunk.nbytes, tuple(chunk.pieces)) for chunk in closed)
-    return Schedule(tuple(slots), chunks, intakes, unused)
+    return Schedule(tuple(slots), chunks, intakes, untaken)
 
 
 def best_chunk_bytes(total: int, start_bytes: float, free: int) -> int:

@@ -31,11 +31,11 @@ def trace_plan(model: nn.Module, slots: Sequence[Slot]) -> Plan:
     places = Places.of(model)
     sources = {slot.name: torch.empty(slot.shape, dtype=slot.dtype, device="meta") for slot in slots}
     with _in_checkpoint_format(model) as blank, torch.no_grad():
-        for place in blank:
-            places.name(place)
-        record = _Record(_by_storage(sources), {storage_key(tensor): (places.name(p), tensor) for p, tensor in blank.items()})
+        as_given = {place: tensor.detach() for place, tensor in blank.items()}
+        targets = {storage_key(tensor): (places.name(place), tensor) for place, tensor in as_given.items()}
+        record = _Record(_by_storage(sources), targets)
         _load(model, sources, record)
-        for (layer, attribute), tensor in blank.items():
+        for (layer, attribute), tensor in as_given.items():
             now = getattr(layer, attribute, None)
             if now is None or storage_key(now) != storage_key(tensor):
                 record.problems[places.name((layer, attribute))] = "the loader puts another tensor in its place"
@@ -103,7 +103,11 @@ class _Record(TorchDispatchMode):
                 for value, argument in zip(args, func._schema.arguments, strict=False)
                 if isinstance(value, Tensor) and argument.alias_info is not None and argument.alias_info.is_write
             ]
-            known = [tensor for tensor in written if storage_key(tensor) in self._targets or storage_key(tensor) in self._sources]
+            known = [
+                tensor
+                for tensor in written
+                if storage_key(tensor) in self._targets or storage_key(tensor) in self._sources
+            ]
             for tensor in known:
                 self._write(tensor, func, args)
             if known:
@@ -158,14 +162,17 @@ def _in_checkpoint_format(model: nn.Module) -> Iterator[dict[Place, Tensor]]:
     layers = list(model.modules())
     if any(get_layerwise_info(layer).can_load() for layer in layers):
         raise RuntimeError("a weight update is under way: reset it first")
-    held = {layer: (dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set)) for layer in layers}
+    held = {
+        layer: (dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set))
+        for layer in layers
+    }
     try:
         blank: dict[Place, Tensor] = {}
         for layer in layers:
             restore_layer_on_meta(layer, get_layerwise_info(layer))
             for attribute, tensor in _own(layer).items():
-                _unwrap_loader(tensor)
-                blank[layer, attribute] = tensor
+                kind = layer._parameters if attribute in layer._parameters else layer._buffers
+                kind[attribute] = blank[layer, attribute] = _with_own_loader(tensor)
         yield blank
     finally:
         for layer, (parameters, buffers, temporary) in held.items():
@@ -177,14 +184,20 @@ def _in_checkpoint_format(model: nn.Module) -> Iterator[dict[Place, Tensor]]:
             layer._non_persistent_buffers_set.update(temporary)
 
 
-def _unwrap_loader(tensor: Tensor) -> None:
-    """After a reload vLLM's own record of a parameter still has the loader that defers; it would do nothing here."""
-    loader = getattr(tensor, "weight_loader", None)
-    original = loader
+def _with_own_loader(tensor: Tensor) -> Tensor:
+    """vLLM's record of a parameter has, after a reload, the loader that defers, which would do nothing here. A copy of
+    it, with the loader behind that one; what is on a device already (it takes no part in reloads) as it is."""
+    from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+
+    if not tensor.is_meta:
+        return tensor
+    copy: Any = to_meta_tensor(tensor)
+    loader = original = getattr(copy, "weight_loader", None)
     while getattr(original, "__name__", "") == _WRAPPED:
-        original = original.__wrapped__  # type: ignore[union-attr]
+        original = original.__wrapped__
     if original is not loader:
-        tensor.weight_loader = original
+        copy.weight_loader = original
+    return copy
 
 
 def _load(model: Any, sources: Mapping[str, Tensor], record: _Record) -> None:
