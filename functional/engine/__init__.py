@@ -1,5 +1,6 @@
 """What runs inside vLLM: transfer engines with deadlines, proof of weights, version-checked patches.
 
 `errors` and `transports` need nothing, and `wire`, `group`, `gloo`, `nccl` and `proof` torch only: a trainer imports
-them too. `plugin`, `transfer_engine`, `extension`, `cpu_proof` and `reload_patch` need vLLM.
+them too, and `plan`, `plan_schedule`, `plan_copy` and `plan_wire`. `plugin`, `transfer_engine`, `extension`,
+`plan_trace`, `plan_check`, `cpu_proof` and the patches need vLLM.
 """

@@ -193,16 +193,9 @@ def make_plan(sources: Iterable[Slot], targets: Iterable[Target], copies: Iterab
 
 def normal(copy: Copy) -> Copy:
     """The same copy, walked in the order of the target's memory, in as few dimensions as can be."""
-    dims = [
-        (size, (put, take))
-        for size, put, take in zip(copy.put.shape, copy.put.strides, copy.take.strides, strict=True)
-        if size != 1
-    ]
+    dims = [dim for dim in _dims(copy) if dim[0] != 1]
     dims = _merge(sorted(dims, key=lambda dim: dim[1], reverse=True))
-    shape = tuple(size for size, _ in dims)
-    take = View(copy.take.offset, shape, tuple(strides[1] for _, strides in dims))
-    put = View(copy.put.offset, shape, tuple(strides[0] for _, strides in dims))
-    return Copy(copy.source, take, copy.target, put)
+    return _with_dims(copy, dims)
 
 
 def join_all(copies: Iterable[Copy]) -> list[Copy]:
@@ -274,24 +267,24 @@ def _join(first: Copy, second: Copy) -> Copy | None:
         if (put, take) != (size * strides[0], size * strides[1]):
             continue
         if two == rest:
-            return _of_dims(first, [*rest, (size + 1, strides)])
+            return normal(_with_dims(first, [*rest, (size + 1, strides)]))
         if len(two) == len(one) and two[index][1] == strides and [*two[:index], *two[index + 1 :]] == rest:
-            return _of_dims(first, [*rest, (size + two[index][0], strides)])
+            return normal(_with_dims(first, [*rest, (size + two[index][0], strides)]))
     for index, (size, strides) in enumerate(two):
         if (put, take) == strides and [*two[:index], *two[index + 1 :]] == one:
-            return _of_dims(first, [*one, (1 + size, strides)])
+            return normal(_with_dims(first, [*one, (1 + size, strides)]))
     if one == two and put > 0 and take > 0:
-        return _of_dims(first, [(2, (put, take)), *one])
+        return normal(_with_dims(first, [(2, (put, take)), *one]))
     return None
 
 
 def _dims(copy: Copy) -> list[_Dim]:
-    strides = zip(copy.put.strides, copy.take.strides, strict=True)
-    return list(zip(copy.put.shape, strides, strict=True))
+    strides = zip(copy.put.shape, copy.put.strides, copy.take.strides, strict=True)
+    return [(size, (put, take)) for size, put, take in strides]
 
 
-def _of_dims(copy: Copy, dims: Sequence[_Dim]) -> Copy:
+def _with_dims(copy: Copy, dims: Sequence[_Dim]) -> Copy:
     shape = tuple(size for size, _ in dims)
     put = View(copy.put.offset, shape, tuple(strides[0] for _, strides in dims))
     take = View(copy.take.offset, shape, tuple(strides[1] for _, strides in dims))
-    return normal(Copy(copy.source, take, copy.target, put))
+    return Copy(copy.source, take, copy.target, put)

@@ -8,7 +8,6 @@ Afterwards the weights are random: an update has to follow.
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch

@@ -5,7 +5,7 @@ take turns, so that one is packed, or spread, while the other is on the wire.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -59,9 +59,11 @@ class Packer:
         self._buffers = buffers
         self._kept: dict[int, tuple[tuple[int, ...], _Lists]] | None = {} if resident else None
 
-    def packed(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[int, Chunk, Tensor]]:
-        """Index, chunk and buffer of each chunk in turn. A buffer is written again when BUFFERS more are asked for: that
-        it has left is the caller's to see to.
+    def packed(
+        self, named: Iterable[tuple[str, Tensor]], before: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, Chunk, Tensor]]:
+        """Index, chunk and buffer of each chunk in turn. `before` is called before a buffer is written: that of BUFFERS
+        chunks ago, which must have left by then.
 
         Goes through `named` once, and to its end. A tensor is kept until the last chunk that has a slice of it.
         Raises TransferError for tensors that are not the schedule's.
@@ -70,6 +72,7 @@ class Packer:
         for index, chunk in enumerate(self._schedule.chunks):
             sources = {piece.source: given.tensor(piece.source) for piece in chunk.pieces}
             buffer = self._buffers[index % len(self._buffers)]
+            before()
             _copy(self._list(index, chunk, sources, buffer))
             given.drop(index)
             yield index, chunk, buffer[: chunk.nbytes]

@@ -110,6 +110,12 @@ class Schedule:
     intakes: Mapping[int, Intake]
     untaken: Mapping[str, int]
 
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over all ranks' intakes: what each gets, and in which order."""
+        parts = [f"{rank}:{self.intakes[rank].digest}" for rank in sorted(self.intakes)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
     @property
     def nbytes(self) -> int:
         """Bytes that leave the sender, each slice counted once."""
@@ -160,8 +166,8 @@ def best_chunk_bytes(total: int, start_bytes: float, free: int) -> int:
     """The chunk size at which an update of `total` bytes takes least time, at most an eighth of `free` memory.
 
     start_bytes: how many bytes a device copies in the time that one chunk costs beside its bytes (start of a broadcast,
-    launches). With chunks of c bytes, packing the first and spreading the last are not hidden behind the wire and take
-    as long as copying 2c; the chunks' own cost is total / c × start_bytes. The sum is least at √(total × start_bytes/2).
+    launches). With chunks of c bytes, packing the first and spreading the last are not hidden behind the wire: as much
+    as copying 2c. The chunks' own cost is total / c × start_bytes. The sum is least at c = √(total × start_bytes / 2).
     Two chunks are held at once, on either side.
     """
     best = math.sqrt(total * start_bytes / 2)

@@ -53,7 +53,7 @@ Place = tuple[nn.Module, str]
 
 @dataclass
 class Places:
-    """Where a model holds its parameters and buffers, and the name of each; a tied one has its first name everywhere."""
+    """Where a model holds its parameters and buffers, and their names; a tied one has its first name everywhere."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Name → tensor, as the engine holds it."""
@@ -114,7 +114,7 @@ class _Record(TorchDispatchMode):
                 return args[0]
         made = func(*args, **kwargs)
         for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and storage_key(tensor) not in self._targets | self._sources:
+            if isinstance(tensor, Tensor) and storage_key(tensor) not in {*self._targets, *self._sources}:
                 self._made.setdefault(storage_key(tensor), str(func))
                 self._kept.append(tensor)
         return made
@@ -192,7 +192,8 @@ def _with_own_loader(tensor: Tensor) -> Tensor:
     if not tensor.is_meta:
         return tensor
     copy: Any = to_meta_tensor(tensor)
-    loader = original = getattr(copy, "weight_loader", None)
+    loader: Any = getattr(copy, "weight_loader", None)
+    original = loader
     while getattr(original, "__name__", "") == _WRAPPED:
         original = original.__wrapped__
     if original is not loader:

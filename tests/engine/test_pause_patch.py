@@ -1,6 +1,7 @@
-"""A pause of a real engine: no fixed sleep with nothing in flight, and every output delivered first when something is."""
+"""A pause of a real engine: no fixed sleep with nothing in flight, and every output delivered first otherwise."""
 
 import asyncio
+import inspect
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_the_sleep_is_gone_and_outputs_still_come_first(versions: list[Path]) ->
         pause_patch.apply()
         assert pause_patch.is_applied()
         patched = AsyncLLM.pause_generation
-        AsyncLLM.pause_generation = inner(original)
+        AsyncLLM.pause_generation = shipped(original)
         before = await pause_s(engine)
         AsyncLLM.pause_generation = patched
         return before, await pause_s(engine), await finished_before_pause(engine)
@@ -83,14 +84,9 @@ def test_the_sleep_is_gone_and_outputs_still_come_first(versions: list[Path]) ->
     assert ended == [True] * 4
 
 
-def inner(method: Any) -> Any:
+def shipped(method: Any) -> Any:
     """vLLM's own method, also where the plugin has patched it already."""
-    return inspect_closure(method) if getattr(method, "waits_for_outputs_only", False) else method
-
-
-def inspect_closure(method: Any) -> Any:
-    cells = dict(zip(method.__code__.co_freevars, (cell.cell_contents for cell in method.__closure__), strict=True))
-    return cells["original"]
+    return inspect.getclosurevars(method).nonlocals.get("original", method)
 
 
 def test_another_method_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the sender packs arrives, on every rank, where its plan says; each slice is sent once, whatever the chunk size."""
+"""What the sender packs arrives, on every rank, where its plan says; each slice is sent once, in chunks of any size."""
 
 import gc
 import random

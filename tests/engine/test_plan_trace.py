@@ -1,4 +1,4 @@
-"""What a loader may do and still be planned, and what is refused, by tensor; on small modules with loaders of their own.
+"""What a loader may do and be planned, and what is refused, by tensor; on small modules with loaders of their own.
 
 Real models and their loaders are in test_plan_families.py.
 """
