@@ -257,7 +257,10 @@ def _merge(dims: Sequence[_Dim]) -> list[_Dim]:
 
 
 def _join(first: Copy, second: Copy) -> Copy | None:
-    """One copy for both, if `second` continues `first` along one dimension on both sides, or repeats it one on."""
+    """One copy for both, if `second` continues `first` along one dimension on both sides, or lies one element on.
+
+    Blocks that are apart stay apart: ranks that share one of them would else take different slices.
+    """
     if first.source != second.source or first.target != second.target:
         return None
     put, take = second.put.offset - first.put.offset, second.take.offset - first.take.offset
@@ -273,7 +276,7 @@ def _join(first: Copy, second: Copy) -> Copy | None:
     for index, (size, strides) in enumerate(two):
         if (put, take) == strides and [*two[:index], *two[index + 1 :]] == one:
             return normal(_with_dims(first, [*one, (1 + size, strides)]))
-    if one == two and put > 0 and take > 0:
+    if one == two and put > 0 and take > 0 and 1 in (put, take):
         return normal(_with_dims(first, [(2, (put, take)), *one]))
     return None
 

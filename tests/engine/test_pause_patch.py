@@ -48,15 +48,19 @@ async def pause_s(engine: AsyncLLM) -> float:
 async def finished_before_pause(engine: AsyncLLM) -> list[bool]:
     """Requests under way: whether each had ended for its caller when the pause returned."""
 
+    begun = [asyncio.Event() for _ in range(4)]
+
     async def request(number: int) -> None:
         parameters = SamplingParams(
-            max_tokens=20 + number, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=60 + number, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.CUMULATIVE
         )
         async for output in engine.generate({"prompt_token_ids": [5, 6, 7 + number]}, parameters, f"r{number}"):
-            assert len(output.outputs[0].token_ids) == 20 + number
+            begun[number].set()
+            tokens = output.outputs[0].token_ids
+        assert len(tokens) == 60 + number
 
     tasks = [asyncio.create_task(request(number)) for number in range(4)]
-    await asyncio.sleep(0.05)
+    await asyncio.gather(*(event.wait() for event in begun))  # one that is not scheduled yet would wait for the resume
     assert not any(task.done() for task in tasks)
     await engine.pause_generation(mode="wait")
     ended = [task.done() for task in tasks]

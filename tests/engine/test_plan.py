@@ -82,14 +82,15 @@ def test_pieces_of_one_copy_are_joined() -> None:
         grid = [
             list(zip([0, *cut], [*cut, size], strict=True)) for cut, size in zip(cuts, (rows, columns), strict=True)
         ]
-        wide, tall = dice.choice([columns, columns + 3]), dice.choice([rows, rows + 2])
         turned = dice.random() < 0.3
         pieces = []
         for top, bottom in grid[0]:
             for left, right in grid[1]:
                 shape = (bottom - top, right - left)
                 take = (
-                    View(top + left * tall, shape, (1, tall)) if turned else View(top * wide + left, shape, (wide, 1))
+                    View(top + left * rows, shape, (1, rows))
+                    if turned
+                    else View(top * columns + left, shape, (columns, 1))
                 )
                 pieces.append(Copy("s", take, "t", View(5 + top * columns + left, shape, (columns, 1))))
         dice.shuffle(pieces)
