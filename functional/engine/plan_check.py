@@ -157,11 +157,13 @@ def _packing_watched(model: nn.Module, device: torch.device, see: Any) -> Iterat
 
 
 def _state(model: nn.Module, device: torch.device, known: set[int]) -> dict[str, int]:
-    """A sum over the bytes of every tensor that the model's layers hold beside their parameters and buffers."""
+    """A sum over the bytes of every tensor's memory that the model's layers hold beside what the plan writes."""
     sums: dict[str, int] = {}
+    seen = set(known)
     for path, layer in model.named_modules():
         for name, tensor in _held(layer, _DEPTH, {id(layer)}):
-            if storage_key(tensor) not in known and tensor.device.type == device.type and tensor.numel():
+            if storage_key(tensor) not in seen and tensor.device.type == device.type and tensor.numel():
+                seen.add(storage_key(tensor))
                 sums[f"{path}.{name}"] = _sum(tensor)
     return sums
 
@@ -184,6 +186,7 @@ def _held(thing: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Tensor]
 
 
 def _sum(tensor: Tensor) -> int:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    words = flat.view(torch.int64) if flat.numel() % 8 == 0 and flat.storage_offset() % 8 == 0 else flat
+    """Over all of its storage, as it lies there: nothing is copied, however large (a KV cache is one of them)."""
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    words = memory.view(torch.int64) if memory.numel() % 8 == 0 else memory
     return int(words.sum(dtype=torch.int64))
