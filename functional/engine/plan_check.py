@@ -7,13 +7,14 @@ Afterwards the weights are random: an update has to follow.
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from functional.engine.plan import Plan, PlanRefused, Target
+from functional.engine.plan import Copy, Plan, PlanRefused, Target
 from functional.engine.plan_trace import Places, storage_key
 from functional.engine.wire import Slot
 
@@ -22,8 +23,12 @@ _DEPTH = 3
 """How far below a layer its tensors are looked for: its method, that method's kernel, that one's configuration."""
 
 
-def check_plan(model: nn.Module, model_config: Any, plan: Plan, device: torch.device) -> dict[str, str]:
+def check_plan(
+    model: nn.Module, model_config: Any, plan: Plan, slots: Sequence[Slot], device: torch.device
+) -> dict[str, str]:
     """Load random bits of two seeds and compare. Returns target → why, of those that cannot be written in place.
+
+    slots: all that the plan was traced with.
 
     On a CPU these are the weights that a layer packs and then drops; they are compared where it packs them. Elsewhere
     none may be left. Raises PlanRefused where a byte differs, or where the engine keeps something computed from the
@@ -34,7 +39,7 @@ def check_plan(model: nn.Module, model_config: Any, plan: Plan, device: torch.de
     for seed in _SEEDS:
         check.seed = seed
         with torch.device(device), _packing_watched(model, device, check.compare_layer):
-            _reload(model, model_config, ((slot.name, random_bits(slot, seed, device)) for slot in plan.sources))
+            _reload(model, model_config, ((slot.name, random_bits(slot, seed, device)) for slot in slots))
         check.compare_resident()
         states.append(_state(model, device, check.resident_storages()))
     before, after = states
@@ -64,7 +69,9 @@ class _Check:
         self._device = device
         self._targets = {target.name: target for target in plan.targets}
         self._slots = {slot.name: slot for slot in plan.sources}
-        self._copies = {name: [copy for copy in plan.copies if copy.target == name] for name in self._targets}
+        self._copies: dict[str, list[Copy]] = defaultdict(list)
+        for copy in plan.copies:
+            self._copies[copy.target].append(copy)
 
     def compare_layer(self, layer: nn.Module) -> None:
         """The layer is loaded, and packs its weights next."""
@@ -134,7 +141,7 @@ def _reload(model: Any, model_config: Any, named: Iterator[tuple[str, Tensor]]) 
 
 
 @contextlib.contextmanager
-def _packing_watched(model: nn.Module, device: torch.device, see: Any) -> Iterator[None]:
+def _packing_watched(model: nn.Module, device: torch.device, see: Callable[[nn.Module], None]) -> Iterator[None]:
     """On a CPU, `see` is called with each layer just before vLLM processes, and packs, its loaded weights."""
     methods = {id(m): m for layer in model.modules() if (m := getattr(layer, "quant_method", None)) is not None}
     if device.type != "cpu":

@@ -103,18 +103,14 @@ class _Record(TorchDispatchMode):
                 for value, argument in zip(args, func._schema.arguments, strict=False)
                 if isinstance(value, Tensor) and argument.alias_info is not None and argument.alias_info.is_write
             ]
-            known = [
-                tensor
-                for tensor in written
-                if storage_key(tensor) in self._targets or storage_key(tensor) in self._sources
-            ]
+            known = [tensor for tensor in written if self._is_known(tensor)]
             for tensor in known:
                 self._write(tensor, func, args)
             if known:
                 return args[0]
         made = func(*args, **kwargs)
         for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and storage_key(tensor) not in {*self._targets, *self._sources}:
+            if isinstance(tensor, Tensor) and not self._is_known(tensor):
                 self._made.setdefault(storage_key(tensor), str(func))
                 self._kept.append(tensor)
         return made
@@ -122,6 +118,8 @@ class _Record(TorchDispatchMode):
     def _copy(self, into: Tensor, out_of: Tensor) -> None:
         target, source = self._targets.get(storage_key(into)), self._sources.get(storage_key(out_of))
         if target is None:
+            if source is not None and storage_key(into) not in self._made:
+                self.problems[source[0]] = "the loader puts it where the model has no parameter"
             self._made[storage_key(into)] = f"aten.copy_ of {source[0]}" if source else self._origin(out_of)
             self._kept.append(into)
         elif source is None:
@@ -145,6 +143,9 @@ class _Record(TorchDispatchMode):
         elif tensor.numel():
             view = View.of(tensor)
             self.zeroed[name].append(View(view.offset - whole.storage_offset(), view.shape, view.strides))
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return storage_key(tensor) in self._targets or storage_key(tensor) in self._sources
 
     def _origin(self, tensor: Tensor) -> str:
         return self._made.get(storage_key(tensor), "a tensor of its own")

@@ -40,9 +40,10 @@ def learn(worker: Any, folder: str) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats(device)
         used = torch.cuda.memory_allocated(device)
     began = time.monotonic()
-    plan = trace_plan(model, slots_of(folder))
+    slots = slots_of(folder)
+    plan = trace_plan(model, slots)
     traced = time.monotonic()
-    packed = check_plan(model, config, plan, device)
+    packed = check_plan(model, config, plan, slots, device)
     checked = time.monotonic()
     more = torch.cuda.max_memory_allocated(device) - used if device.type == "cuda" else 0
     figures = {"trace_s": traced - began, "check_s": checked - traced, "more_bytes": more}

@@ -51,9 +51,10 @@ def slots_of(folder: Path) -> list[Slot]:
 
 def learn(model: Any, model_config: Any) -> tuple[str, dict[str, str]]:
     """Runs in the rank."""
-    plan = trace_plan(model, slots_of(Path(model_config.model)))
-    packed = check_plan(model, model_config, plan, CPU)
-    assert trace_plan(model, slots_of(Path(model_config.model))).digest == plan.digest
+    slots = slots_of(Path(model_config.model))
+    plan = trace_plan(model, slots)
+    packed = check_plan(model, model_config, plan, slots, CPU)
+    assert trace_plan(model, slots).digest == plan.digest
     return plan.to_json(), packed
 
 

@@ -58,7 +58,7 @@ SLOTS = [Slot("layer.weight", torch.bfloat16, (4, 6)), Slot("layer.norm", torch.
 
 def learn(model: Model, slots: list[Slot] = SLOTS) -> Plan:
     plan = trace_plan(model, slots)
-    assert check_plan(model, None, plan, CPU) == {}
+    assert check_plan(model, None, plan, slots, CPU) == {}
     assert trace_plan(model, slots) == plan  # also after a reload
     return plan
 
@@ -185,6 +185,17 @@ def test_what_is_no_copy_is_refused_by_name(loader: Loader, reason: str) -> None
     assert list(refusal.value.problems) == ["layer.weight"]
 
 
+def test_what_goes_elsewhere_than_into_a_parameter_is_refused() -> None:
+    kept = torch.zeros(4, 6, dtype=torch.bfloat16)
+
+    def aside(param: Tensor, loaded_weight: Tensor) -> None:
+        kept.copy_(loaded_weight)
+        param.data.copy_(loaded_weight)
+
+    with pytest.raises(PlanRefused, match=r"layer\.weight: the loader puts it where the model has no parameter"):
+        trace_plan(Model(aside), SLOTS)
+
+
 def test_a_parameter_without_a_source_and_a_source_without_a_parameter_are_refused() -> None:
     with pytest.raises(PlanRefused, match=r"layer\.norm: no tensor of the checkpoint fills 4 of its 4"):
         trace_plan(Model(), SLOTS[:1])
@@ -209,7 +220,7 @@ def test_what_the_engine_computes_from_the_weights_is_found() -> None:
     model.layer.quant_method = Method()
     plan = trace_plan(model, SLOTS)
     with pytest.raises(PlanRefused, match=r"layer\.factors\.0: the engine computes it from the weights"):
-        check_plan(model, None, plan, CPU)
+        check_plan(model, None, plan, SLOTS, CPU)
 
 
 def test_weights_that_a_layer_packs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +229,7 @@ def test_weights_that_a_layer_packs_are_named(monkeypatch: pytest.MonkeyPatch) -
     model.layer.quant_method = Method()
     monkeypatch.setattr(Method, "process_weights_after_loading", lambda self, layer: layer.weight.data.zero_())
     plan = trace_plan(model, SLOTS)
-    packed = check_plan(model, None, plan, CPU)
+    packed = check_plan(model, None, plan, SLOTS, CPU)
     assert packed == dict.fromkeys(["layer.weight", "layer.norm"], "its layer packs it")
     assert "process_weights_after_loading" not in vars(model.layer.quant_method)
 
@@ -231,7 +242,7 @@ def test_what_the_trace_does_not_show_is_found() -> None:
     model = Model(turned_with_data)
     plan = trace_plan(model, SLOTS)
     with pytest.raises(PlanRefused, match=r"layer\.weight: the loader, or the processing after it, gives other bytes"):
-        check_plan(model, None, plan, CPU)
+        check_plan(model, None, plan, SLOTS, CPU)
 
 
 @pytest.mark.parametrize("change", ["offset", "swap", "less", "source"])
@@ -247,7 +258,7 @@ def test_a_wrong_plan_is_not_accepted(change: str) -> None:
     }[change]
     copies = tuple(wrong if copy is weight else copy for copy in plan.copies)
     with pytest.raises(PlanRefused, match=r"layer\.weight"):
-        check_plan(model, None, Plan(plan.sources, plan.targets, copies), CPU)
+        check_plan(model, None, Plan(plan.sources, plan.targets, copies), SLOTS, CPU)
 
 
 def test_a_trace_leaves_the_model_as_it_was() -> None:
