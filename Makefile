@@ -38,10 +38,12 @@ functional: env
 verify: env
 	@$(BUILD) verify
 
-# Conversion to squashfs, compared with other tools: docs/bench/sqsh.md. BENCH adds options.
+# Measures what BENCH names: sqsh, rollout (docs/bench/$(BENCH).md), refit, refit-scale (docs/performance.md). ARGS adds
+# options.
+BENCH ?= sqsh
 bench: ready
 	@$(BUILD) services start
-	@eval "$$($(BUILD) services env)" && .venv/bin/python -m bench.sqsh $(BENCH)
+	@eval "$$($(BUILD) services env)" && .venv/bin/python -m bench.$(subst -,_,$(BENCH)) $(ARGS)
 
 # The whole pipeline on this machine; names the system packages it installs.
 demo:

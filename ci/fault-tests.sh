@@ -3,4 +3,4 @@
 set -euo pipefail
 cd /src
 export PYTHONDONTWRITEBYTECODE=1
-python -m pytest -q -p no:cacheprovider --durations=0 tests/faults
+python -m pytest -q -p no:cacheprovider --durations=0 -m "${1:-not full}" tests/faults

@@ -2,7 +2,7 @@
 # Prove a release on a GPU machine without a network: carry its squashfs there in parts, run the suite in it, and bring
 # the report into the record here.
 #
-#   ci/gpu_release.sh pack           here: dist/NAME as parts of 60 MB: .carry/part000, part001, …
+#   ci/gpu_release.sh pack           here: dist/NAME as parts of 60 MB: .carry/part000, part001, …; their number
 #   ci/gpu_release.sh take FOLDER    there, for each part in any order: checks it and keeps it in STORE
 #   ci/gpu_release.sh run [WORD …]   there: joins the parts, checks the sum, runs ./build.py functional WORD …;
 #                                    OUT/release.tgz takes the record, the report and the logs
@@ -36,7 +36,7 @@ pack() {
   [ -e "$release/$name.sqsh" ] || die "no squashfs at $release/$name.sqsh: make it first: make image sqsh NAME=$name"
   rm -rf "$carry"/part*
   mkdir -p "$carry"
-  split --bytes="$part_bytes" --numeric-suffixes --suffix-length=3 "$release/$name.sqsh" "$carry/part"
+  split --bytes="$part_bytes" --numeric-suffixes=1 --suffix-length=3 "$release/$name.sqsh" "$carry/part"
   local part
   for part in "$carry"/part*; do
     mv "$part" "$part.bytes"
@@ -44,13 +44,15 @@ pack() {
     mv "$part.bytes" "$part/${part##*/}"
     (cd "$part" && sha256sum "${part##*/}" >"${part##*/}.sha256")
   done
-  cat "$carry"/part*/*.sha256 >"$carry/parts.sha256"
-  mv "$carry/parts.sha256" "$carry/part000/"
+  mkdir "$carry/part000"
+  cat "$carry"/part*/*.sha256 >"$carry/part000/parts.sha256"
+  cp "$release/record.json" "$carry/part000/"
   pack_kit "$carry/part000"
-  echo "$(wc -l <"$carry/part000/parts.sha256") parts in $carry"
+  (cd "$carry/part000" && sha256sum -- * >part000.sha256)
+  find "$carry" -maxdepth 1 -name 'part???' | wc -l
 }
 
-# What ./build.py needs there beside a Python, and the record that says what to expect.
+# What ./build.py needs there beside a Python.
 pack_kit() {
   local site
   site=$(mktemp -d)
@@ -60,7 +62,6 @@ pack_kit() {
     --python-version "${THEIR_PYTHON:-3.12}" --python-platform x86_64-manylinux_2_28 --requirement "$site.txt"
   tar czf "$1/kit.tgz" -C "$site" .
   rm -rf "$site" "$site.txt"
-  cp "$release/record.json" "$1/"
 }
 
 take() {

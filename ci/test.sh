@@ -55,6 +55,7 @@ stations() {
 # Longer matrices: `make test-full` alone runs them.
 full() {
   "${pytest[@]}" -m full
+  in_image fault-tests.sh full
 }
 
 # The tests of what runs in the image, in the image.
@@ -70,7 +71,7 @@ faults() {
 in_image() {
   local mounts=(--mount "$PWD/tests:/src/tests:ro" --mount "$PWD/functional:/src/functional:ro")
   mounts+=(--mount "$PWD/pyproject.toml:/src/pyproject.toml:ro" --mount "$PWD/ci:/src/ci:ro")
-  "${build[@]}" run "${mounts[@]}" --network none -- bash "/src/ci/$1"
+  "${build[@]}" run "${mounts[@]}" --network none -- bash "/src/ci/$1" "${@:2}"
 }
 
 main() {

@@ -4,13 +4,15 @@ Reached through Dynamo's `update_weights_from_distributed` with `engine_rpc` set
 what a method returns, so every check here answers by raising.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from functional.engine import cpu_proof
-from functional.engine.proof import TensorProof, differences, prove_all, refuse
+from functional.engine import cpu_proof, nh
+from functional.engine.proof import Proof, TensorProof, differences, prove_all, refuse
+from functional.engine.transports import PROOF_VARIABLE
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -28,7 +30,7 @@ class WorkerExtension:
         weight_transfer_engine: Any
         _weight_update_active: bool
         _is_checkpoint_format: bool
-        _loaded_buffers: dict[str, TensorProof]
+        _loaded_buffers: Proof
 
     def reset_reload(self) -> None:
         """Bring the worker to where an update can start, whatever became of the last one. Called before every start.
@@ -45,51 +47,62 @@ class WorkerExtension:
         if self.weight_transfer_engine is not None:
             self.weight_transfer_engine.received.clear()
 
-    def prove_weights(self, expected: dict[str, dict[str, Any]]) -> None:
+    def prove_weights(self, expected: dict[str, Any]) -> None:
         """Raise ValueError unless the resident weights are, byte for byte, the expected ones.
 
-        `expected` maps each parameter's name in vLLM's model to its dtype, shape and SHA-256
-        (`functional.runtime.refit.names.expected_proof`). Every parameter of the model must be named, and no other.
+        `expected`: `Proof.as_dict`, of each parameter under its name in vLLM's model
+        (`functional.runtime.refit.names`). Every parameter of the model must be named, and no other.
         """
         if self.parallel_config.world_size != 1:
             raise NotImplementedError("prove_weights: tensor or pipeline parallel workers are not supported yet")
-        claimed = {name: TensorProof.parse(value) for name, value in expected.items()}
+        claimed = Proof.parse(expected)
         model = self.model_runner.model
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         _remember_buffers(self)
-        problems = differences(claimed, _parameter_proofs(model))
+        problems = differences(claimed.tensors, _parameter_proofs(model, claimed.key))
         problems += _packing_problems(model, claimed)
         problems += _padding_problems(model)
-        problems += differences(self._loaded_buffers, _buffer_proofs(model))
+        loaded = self._loaded_buffers
+        problems += differences(loaded.tensors, _buffer_proofs(model, loaded.key))
         problems += _received_twice(self.weight_transfer_engine)
-        refuse(problems, len(claimed))
+        refuse(problems, len(claimed.tensors))
+
+    def exchange_bytes(self, update_info: dict[str, Any]) -> None:
+        """Receive as many bytes as the update would have, and leave the weights alone: for benchmarks."""
+        engine = self.weight_transfer_engine
+        engine.exchange(engine.parse_update_info(update_info))
 
     def commit_version(self) -> None:
         """Do nothing: the call that carries the new `weight_version` to the route once the proof is given."""
 
 
 def _remember_buffers(worker: WorkerExtension) -> None:
-    """Buffers (rotary tables, scales) are no part of a checkpoint: a refit must leave them as they were loaded."""
+    """Buffers (rotary tables, scales) are no part of a checkpoint: a refit must leave them as they were loaded.
+
+    Both hashes are made here; their key is told to nobody.
+    """
     if not hasattr(worker, "_loaded_buffers"):
-        worker._loaded_buffers = _buffer_proofs(worker.model_runner.model)
+        on_device = worker.device.type == "cuda" and os.environ.get(PROOF_VARIABLE) != "sha256"
+        key = nh.Key.draw() if on_device else None
+        worker._loaded_buffers = Proof(key, _buffer_proofs(worker.model_runner.model, key))
 
 
-def _parameter_proofs(model: nn.Module) -> dict[str, TensorProof]:
+def _parameter_proofs(model: nn.Module, key: nh.Key | None) -> dict[str, TensorProof]:
     """Proof of each parameter, under its first name when several modules share it."""
     resident: list[tuple[str, list[Tensor]]] = []
-    proofs: dict[str, TensorProof] = {}
+    emptied: dict[str, nn.Module] = {}
     for name, layer, parameter in _parameters(model):
-        packed = cpu_proof.packed_proof(layer) if name.endswith("weight") else None
-        if parameter.numel() == 0 and packed is not None:
-            proofs[name] = packed
-        elif parameter.numel() == 0:
-            raise RuntimeError(
-                f"{name} is packed and was not hashed: is the dynamo_rl_engine plugin loaded (VLLM_PLUGINS)?"
-            )
+        if parameter.numel() == 0 and name.endswith("weight"):
+            emptied[name] = layer
         else:
             resident.append((name, [cpu_proof.logical_rows(layer, parameter)]))
-    return proofs | prove_all(resident)
+    packed = cpu_proof.packed_proofs(emptied, key)
+    if missing := emptied.keys() - packed.keys():
+        raise RuntimeError(
+            f"{min(missing)} is packed and was not hashed: is the dynamo_rl_engine plugin loaded (VLLM_PLUGINS)?"
+        )
+    return packed | prove_all(resident, key)
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, Tensor]]:
@@ -100,25 +113,25 @@ def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, Tensor]]:
     return found
 
 
-def _packing_problems(model: nn.Module, claimed: dict[str, TensorProof]) -> list[str]:
+def _packing_problems(model: nn.Module, claimed: Proof) -> list[str]:
     """Layers that compute with a packed copy of a weight that is also resident, maybe under another layer's name.
 
     vLLM 0.23.0 needs this: where embeddings are tied by sharing the parameter (Llama, not Qwen3), its reload packs the
     embedding anew and leaves the head's packed copy as it was.
     """
     names = {id(parameter): name for name, _, parameter in _parameters(model)}
-    problems = []
+    doubled: dict[str, nn.Module] = {}
+    wanted: dict[str, str] = {}
     for path, layer in model.named_modules():
-        packed = cpu_proof.packed_proof(layer)
         weight = getattr(layer, "weight", None)
-        if packed is None or not isinstance(weight, Tensor) or weight.numel() == 0:
-            continue
-        want = claimed.get(names.get(id(weight), ""))
-        if want is not None and packed.sha256 != want.sha256:
-            problems.append(
-                f"{path}: its packed weight differs, sha256 {packed.sha256[:12]}, expected {want.sha256[:12]}"
-            )
-    return problems
+        name = names.get(id(weight), "")
+        if isinstance(weight, Tensor) and weight.numel() and name in claimed.tensors:
+            doubled[path], wanted[path] = layer, claimed.tensors[name].digest
+    return [
+        f"{path}: its packed weight differs, hash {packed.digest[:12]}, expected {wanted[path][:12]}"
+        for path, packed in cpu_proof.packed_proofs(doubled, claimed.key).items()
+        if packed.digest != wanted[path]
+    ]
 
 
 def _padding_problems(model: nn.Module) -> list[str]:
@@ -130,8 +143,8 @@ def _padding_problems(model: nn.Module) -> list[str]:
     return problems
 
 
-def _buffer_proofs(model: nn.Module) -> dict[str, TensorProof]:
-    return prove_all((f"buffer {name}", [buffer]) for name, buffer in model.named_buffers() if buffer.numel())
+def _buffer_proofs(model: nn.Module, key: nh.Key | None) -> dict[str, TensorProof]:
+    return prove_all(((f"buffer {name}", [buffer]) for name, buffer in model.named_buffers() if buffer.numel()), key)
 
 
 def _received_twice(engine: Any) -> list[str]:

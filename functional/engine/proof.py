@@ -1,52 +1,139 @@
-"""Proof of weights: SHA-256 over every byte of every tensor, on what is resident, under its name, dtype and shape."""
+"""Proof of weights: a hash over every byte of every tensor, on what is resident, under its name, dtype and shape.
+
+With a key it is the keyed hash of `nh`, computed where the tensors are; without one it is SHA-256, on the host.
+"""
 
 import hashlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from functional.engine import nh
 from functional.engine.errors import NOT_PROVED
 
 _NAMED_AT_MOST = 3
 _STAGING_BYTES = 16 * 1024 * 1024
+_COPIED_BYTES = 1024**3
 _of_thread = threading.local()
 
 
 @dataclass(frozen=True)
 class TensorProof:
-    """What is claimed, or seen, of one tensor."""
+    """What is claimed, or seen, of one tensor. nbytes: of its content; digest: SHA-256 or the keyed hash."""
 
     dtype: str
     shape: tuple[int, ...]
-    sha256: str
+    nbytes: int
+    digest: str
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> "TensorProof":
-        return cls(str(value["dtype"]), tuple(int(size) for size in value["shape"]), str(value["sha256"]))
+        shape = tuple(int(size) for size in value["shape"])
+        return cls(str(value["dtype"]), shape, int(value["nbytes"]), str(value["digest"]))
+
+    @property
+    def clear(self) -> tuple[str, tuple[int, ...], int]:
+        """What is compared before the digest."""
+        return self.dtype, self.shape, self.nbytes
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What an engine must hold: each of its parameters by name. All digests are made with `key`; None: SHA-256."""
+
+    key: nh.Key | None
+    tensors: dict[str, TensorProof]
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> "Proof":
+        """From `as_dict`. Raises ValueError, KeyError or TypeError for anything else."""
+        key = None if value["key"] is None else nh.Key.parse(value["key"])
+        return cls(key, {name: TensorProof.parse(tensor) for name, tensor in value["tensors"].items()})
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "shape": list(self.shape)}
+        """For JSON."""
+        return {
+            "key": None if self.key is None else self.key.hex(),
+            "tensors": {name: vars(tensor) for name, tensor in self.tensors.items()},
+        }
+
+
+def prove_all(
+    named: Iterable[tuple[str, Sequence[Tensor]]], key: nh.Key | None, device: torch.device | None = None
+) -> dict[str, TensorProof]:
+    """Proofs by name, of the tensors that the parts make when joined along their first dimension.
+
+    device: a GPU to which tensors of the host are copied for the keyed hash, 1 GiB at a time.
+    """
+    parts = {name: list(tensors) for name, tensors in named}
+    if key is not None:
+        digests = _keyed_digests(key, list(parts.values()), device)
+        return {name: _proof(own, digest) for (name, own), digest in zip(parts.items(), digests, strict=True)}
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # hashlib lets others run
+        running = {name: pool.submit(prove_tensor, *own) for name, own in parts.items()}
+        return {name: result.result() for name, result in running.items()}
 
 
 def prove_tensor(*parts: Tensor) -> TensorProof:
-    """Proof of the tensor that `parts` make when joined along their first dimension (one part: of that tensor)."""
+    """Proof by SHA-256 of the tensor that `parts` make when joined along their first dimension."""
+    content = hashlib.sha256()
+    for part in parts:
+        for piece in _host_pieces(part):
+            content.update(piece)
+    return _proof(parts, content.hexdigest())
+
+
+def _proof(parts: Sequence[Tensor], digest: str) -> TensorProof:
     first = parts[0]
-    digest = hashlib.sha256()
     for part in parts:
         if part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
             raise ValueError(f"parts do not join: {first.dtype} {tuple(first.shape)}, {part.dtype} {tuple(part.shape)}")
-        for piece in _host_pieces(part):
-            digest.update(piece)
     shape = tuple(first.shape)
     if len(parts) > 1:
         shape = (sum(part.shape[0] for part in parts), *shape[1:])
-    return TensorProof(str(first.dtype).removeprefix("torch."), shape, digest.hexdigest())
+    nbytes = sum(part.numel() * part.element_size() for part in parts)
+    return TensorProof(str(first.dtype).removeprefix("torch."), shape, nbytes, digest)
+
+
+def _keyed_digests(key: nh.Key, parameters: list[list[Tensor]], device: torch.device | None) -> list[str]:
+    """On a GPU by one launch for all that is on it; elsewhere by the reference."""
+    digests: dict[int, str] = {}
+    for place, indices in _groups(parameters, device):
+        group = [[part.to(place) for part in parameters[index]] for index in indices]
+        if place.type == "cuda":
+            from functional.engine import nh_triton  # needs Triton, and its users a GPU
+
+            found = nh_triton.Table(group, place).digests(key)
+        else:
+            found = [nh.digest(key, *parts) for parts in group]
+        digests |= zip(indices, found, strict=True)
+    return [digests[index] for index in range(len(parameters))]
+
+
+def _groups(parameters: list[list[Tensor]], device: torch.device | None) -> Iterator[tuple[torch.device, list[int]]]:
+    """Which parameters are hashed together, and where; no group copies much more than `_COPIED_BYTES` there."""
+    resident: dict[torch.device, list[int]] = {}
+    copied: list[int] = []
+    size = 0
+    for index, parts in enumerate(parameters):
+        place = parts[0].device
+        if device is None or device.type == "cpu" or place.type == "cuda":
+            resident.setdefault(place, []).append(index)
+            continue
+        copied.append(index)
+        size += sum(part.numel() * part.element_size() for part in parts)
+        if size > _COPIED_BYTES:
+            yield device, copied
+            copied, size = [], 0
+    yield from resident.items()
+    if device is not None and copied:
+        yield device, copied
 
 
 def _host_pieces(tensor: Tensor) -> Iterator[Any]:
@@ -73,13 +160,6 @@ def _host_pieces(tensor: Tensor) -> Iterator[Any]:
             yield staged.numpy()
 
 
-def prove_all(named: Iterable[tuple[str, Sequence[Tensor]]]) -> dict[str, TensorProof]:
-    """Proofs by name. Copies from a GPU and hashes in a few threads (hashlib lets others run)."""
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        running = {name: pool.submit(prove_tensor, *parts) for name, parts in named}
-        return {name: result.result() for name, result in running.items()}
-
-
 def differences(expected: Mapping[str, TensorProof], seen: Mapping[str, TensorProof]) -> list[str]:
     """One line for each tensor that is missing, extra or different."""
     lines = [f"{name}: missing in the engine" for name in expected if name not in seen]
@@ -88,10 +168,13 @@ def differences(expected: Mapping[str, TensorProof], seen: Mapping[str, TensorPr
         have = seen.get(name)
         if have is None or have == want:
             continue
-        if (have.dtype, have.shape) != (want.dtype, want.shape):
-            lines.append(f"{name}: {have.dtype} {have.shape}, expected {want.dtype} {want.shape}")
+        if have.clear != want.clear:
+            lines.append(
+                f"{name}: {have.dtype} {have.shape} of {have.nbytes} bytes, "
+                f"expected {want.dtype} {want.shape} of {want.nbytes}"
+            )
         else:
-            lines.append(f"{name}: bytes differ, sha256 {have.sha256[:12]}, expected {want.sha256[:12]}")
+            lines.append(f"{name}: bytes differ, hash {have.digest[:12]}, expected {want.digest[:12]}")
     return lines
 
 

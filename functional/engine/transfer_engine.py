@@ -4,6 +4,8 @@ vLLM calls them inside the engine process; Dynamo's route holds the worker's pau
 timeout of its own. So an engine returns an error at its deadline, whatever became of its peer.
 """
 
+import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 from functional.engine.gloo import GlooGroup
 from functional.engine.group import Group, join_store, local_address
 from functional.engine.nccl import NcclGroup
-from functional.engine.wire import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT_S, Manifest, receive
+from functional.engine.transports import PROOF_VARIABLE
+from functional.engine.wire import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT_S, Manifest, exchange, receive
 
 
 @dataclass
@@ -77,25 +80,36 @@ class DeadlineEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         group = self._new_group(store, init_info.rank_offset + worker_rank(self.parallel_config), init_info)
         group.form(init_info.timeout_s)
         self._group = group
+        self._warm_up()
 
     def receive_weights(
         self, update_info: UpdateInfo, load_weights: Callable[[list[tuple[str, torch.Tensor]]], Any]
     ) -> None:
-        if self._group is None:
-            raise RuntimeError(
-                "no transfer group: call init_weight_transfer_engine first, and after every failed update"
-            )
         self.received.update(update_info.names)
-        try:
-            receive(self._group, update_info.manifest(), load_weights, update_info.timeout_s or self._timeout_s)
-        except BaseException:
-            self._group = None  # broken, and already released
-            raise
+        with self._using_group() as group:
+            receive(group, update_info.manifest(), load_weights, update_info.timeout_s or self._timeout_s)
+
+    def exchange(self, update_info: UpdateInfo) -> None:
+        """This engine's part of `wire.exchange`."""
+        with self._using_group() as group:
+            exchange(group, update_info.manifest(), update_info.timeout_s or self._timeout_s)
 
     def shutdown(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+    @contextlib.contextmanager
+    def _using_group(self) -> Iterator[Group]:
+        if self._group is None:
+            raise RuntimeError(
+                "no transfer group: call init_weight_transfer_engine first, and after every failed update"
+            )
+        try:
+            yield self._group
+        except BaseException:
+            self._group = None  # broken, and already released
+            raise
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: dict[str, Any] | Any) -> None:
@@ -103,6 +117,9 @@ class DeadlineEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _new_group(self, store: TCPStore, rank: int, info: InitInfo) -> Group:
         raise NotImplementedError
+
+    def _warm_up(self) -> None:
+        """What would make the first update slower than those that follow."""
 
 
 class GlooEngine(DeadlineEngine):
@@ -116,7 +133,17 @@ class NcclEngine(DeadlineEngine):
     """Backend `nccl_deadline`."""
 
     def _new_group(self, store: TCPStore, rank: int, info: InitInfo) -> Group:
-        return NcclGroup(store, rank, info.world_size, torch.device("cuda", torch.accelerator.current_device_index()))
+        return NcclGroup(store, rank, info.world_size, _current_gpu())
+
+    def _warm_up(self) -> None:
+        if os.environ.get(PROOF_VARIABLE) != "sha256":
+            from functional.engine import nh_triton  # needs a GPU
+
+            nh_triton.check(_current_gpu())
+
+
+def _current_gpu() -> torch.device:
+    return torch.device("cuda", torch.accelerator.current_device_index())
 
 
 def worker_rank(parallel: ParallelConfig) -> int:

@@ -137,6 +137,16 @@ def receive(group: Group, manifest: Manifest, load: Loader, timeout_s: float) ->
             del current
 
 
+def exchange(group: Group, manifest: Manifest, timeout_s: float) -> None:
+    """Broadcast as many bytes as the manifest has, out of and into one buffer per rank that holds no tensor: what the
+    transport alone takes, for benchmarks. Every rank calls it; it raises as `send` does."""
+    with group.transfer(timeout_s, manifest.digest()):
+        buffer = torch.empty(min(manifest.buffer_bytes, manifest.nbytes), dtype=torch.uint8, device=group.device)
+        pending = [group.start(buffer[: manifest.nbytes - start]) for start in range(0, manifest.nbytes, len(buffer))]
+        for one in pending:
+            group.wait(one)
+
+
 def _pack(chunk: list[Slot], tensors: Iterator[tuple[str, Tensor]], device: torch.device) -> Tensor:
     parts = []
     for slot in chunk:

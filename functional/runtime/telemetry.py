@@ -15,6 +15,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from functional.runtime.errors import ConfigError
+from functional.runtime.fleet.control import ControlError
 from functional.runtime.fleet.fleet import Fleet
 from functional.runtime.jsonlines import JsonLines
 from functional.runtime.recipe.model import GenerationConfig, LoggerConfig
@@ -144,7 +145,7 @@ class Telemetry:
                 values |= {f"generation_metrics/worker-{worker.index}/{name}": value for name, value in found.items()}
             found = select(self._fleet.frontend.metrics(), self._config.metrics_frontend_prefixes)
             values |= {f"generation_metrics/frontend/{name}": value for name, value in found.items()}
-        except (httpx.HTTPError, RuntimeError):
+        except (ControlError, httpx.HTTPError, RuntimeError):
             self.failed_polls += 1
             return
         self.polls += 1

@@ -7,7 +7,7 @@ import torch
 
 from functional.runtime.errors import RunError
 from functional.runtime.recipe.model import GrpoConfig
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
 from functional.suite.grpo import advantages
 from functional.suite.policy import Sample
 from functional.suite.tasks import Prompt, Task

@@ -15,7 +15,7 @@ from functional.runtime.refit.machine import Event
 from functional.runtime.refit.parts import ProbeVerdict, RefitResult
 from functional.runtime.refit.probe import Finding
 from functional.runtime.refit.transaction import FleetRefit
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
 from functional.runtime.rollout.requests import Attempt, Join, join
 from functional.runtime.telemetry import Telemetry
 from functional.suite.batch import RolloutBatch

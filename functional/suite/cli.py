@@ -107,6 +107,40 @@ def probe_rates(
     raise typer.Exit(run_module("functional.suite.probe_rates", recipe, out, *(overrides or [])))
 
 
+@app.command("refit-rates")
+def refit_rates(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for refit-rates.json and the report.")] = Path("functional-rates"),
+) -> None:
+    """Measure the phases of an update beside vLLM's own protocol and a bare broadcast of the same bytes.
+
+    Example: functional refit-rates recipes/grpo_cpu.yaml --out /tmp/rates
+    """
+    raise typer.Exit(run_module("functional.suite.refit_rates", recipe, out, *(overrides or [])))
+
+
+@app.command("compare-routers")
+def compare_routers(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for the comparison, records and logs.")] = Path(
+        "functional-routers"
+    ),
+    modes: Annotated[str, typer.Option(help="Router modes, with commas.")] = "kv,round-robin",
+    repeats: Annotated[int, typer.Option(help="Measurements of each mode under each workload.")] = 5,
+    turns: Annotated[int, typer.Option(help="Turns of a conversation.")] = 3,
+) -> None:
+    """Compare router modes on one fleet: throughput, time to first token, cache hits, balance; table, plot, statement.
+
+    Prompts, samples a prompt, length and concurrency are the recipe's.
+
+    Example: functional compare-routers recipes/routers_cpu.yaml --modes kv,round-robin,random --out /tmp/routers
+    """
+    words = (modes, str(repeats), str(turns), *(overrides or []))
+    raise typer.Exit(run_module("functional.suite.compare_routers", recipe, out, *words))
+
+
 @app.command("make-model")
 def make_model_command(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],

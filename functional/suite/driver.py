@@ -33,6 +33,9 @@ FILES = (
     "metrics.jsonl",
     "processes.json",
     "events.jsonl",
+    "routers.json",
+    "routers.md",
+    "routers.svg",
 )
 """What a run writes beside its logs, and removes of an earlier one."""
 
@@ -93,6 +96,8 @@ def make_folders(out: Path) -> Path:
     log_dir.mkdir()
     for name in FILES:
         (out / name).unlink(missing_ok=True)
+    for journal in out.glob("requests-*.jsonl"):
+        journal.unlink()
     return log_dir
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -150,6 +151,26 @@ class Policy:
         return self._all_logprobs(self.model, batch).cpu()
 
     @torch.no_grad()
+    def next_logprobs(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Log-probs of every token after each of some prompts of one length -> [prompts, vocabulary] float32, on the
+        policy's device."""
+        hidden = self.model.model(input_ids=torch.tensor(prompts, device=self.device), use_cache=False)
+        logits = self.model.lm_head(hidden.last_hidden_state[:, -1]).float() / self.temperature
+        return torch.log_softmax(logits, -1)
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """The model computes with `weights` meanwhile, and with its own again afterwards; no second model is made."""
+        with torch.no_grad():
+            try:
+                for name, tensor in weights.items():
+                    self.weights[name].copy_(tensor)
+                yield
+            finally:
+                for name, master in self.master.items():
+                    self.weights[name].copy_(master)  # rounds to what it was: see `_step`
+
+    @torch.no_grad()
     def reference_logprobs(self, batch: Batch) -> Tensor:
         """As logprobs, by the weights the policy began with. Raises ValueError where none were kept."""
         if self.reference is None:
@@ -228,7 +249,7 @@ class Policy:
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.named_tensors()}
 
     @torch.no_grad()
-    def restore(self, snapshot: dict[str, Tensor]) -> None:
+    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
         """Go back to a snapshot. Master weights take its bfloat16 values and the optimizer starts anew.
 
         Raises ValueError, before anything is changed, for a snapshot of other tensors.

@@ -6,7 +6,6 @@ false one; with the moved copy as the new version, the engine computes with the 
 Probes are put together from the rounds seen, drawn at random, and judged as a refit judges them.
 """
 
-import asyncio
 import random
 import signal
 import statistics
@@ -17,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from functional.runtime.refit.probe import MAX_ROUNDS, PROMPTS, Finding, Noise, Sighting, judge
-from functional.runtime.rollout.client import Completion, Sampling
+from functional.runtime.rollout.completion import Completion, Sampling
 from functional.suite import driver
 from functional.suite.report import ProbeRates
 from functional.suite.session import Parts, Session, interrupt, watched
@@ -86,7 +85,7 @@ class RatesSession(Session):
         sampling = Sampling(PROMPTS, parts.sampling.temperature, ignore_eos=True)
 
         def ask_one() -> list[Completion]:
-            return asyncio.run(parts.prober.complete_on(worker.instance_id, [one], sampling))
+            return parts.pool.run(parts.prober.complete_on(worker.instance_id, [one], sampling))
 
         ways = {"one token after each prompt": lambda: parts.probe(worker, 0), "all after one": ask_one}
         seconds: dict[str, list[float]] = {way: [] for way in ways}

@@ -3,7 +3,6 @@
 Sends that fail or are wrong, clears that do not clear, workers killed and stopped, and at last the trainer killed.
 """
 
-import asyncio
 import os
 import signal
 import sys
@@ -306,7 +305,7 @@ def describe(transition: Transition) -> str:
 def is_open(parts: Parts) -> bool:
     """Whether a rollout is admitted, tried with one."""
     try:
-        asyncio.run(parts.client.complete_all([parts.task.prompts(1)[0].token_ids], parts.sampling))
+        parts.pool.run(parts.client.complete_all([parts.task.prompts(1)[0].token_ids], parts.sampling))
     except RolloutError:
         return False
     return True

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 
 from functional.runtime.fleet.worker import Worker
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
 from functional.suite.checklist import Checklist
 
 CHANCE = 1e-9

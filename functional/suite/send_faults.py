@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from functional.engine.wire import Manifest
-from functional.runtime.refit.names import NamedTensors, Proof
+from functional.runtime.refit.names import NamedTensors
 from functional.runtime.refit.source import LocalWeights
 
 T = TypeVar("T")
@@ -50,14 +50,15 @@ class FaultyWeights(LocalWeights):
         slots = super().metadata(given(version, fault)).slots
         return Manifest(tuple(left_out_or_doubled(slots, fault)), packed=False)
 
-    def send(self, version: int) -> Proof:
+    def send(self, version: int) -> None:
         self._aborted.clear()
         fault = self._present(version)
         if fault is None:
-            return super().send(version)
+            super().send(version)
+            return
         try:
-            named = self._weights(given(version, fault))
-            return self._send(self.metadata(version), named, lambda true: self._sending(tampered(true, fault), fault))
+            named, manifest = self._weights(given(version, fault)), self.metadata(version)
+            self._send(version, manifest, named, lambda true: self._sending(tampered(true, fault), fault))
         finally:
             self.fault = replace(fault, times=fault.times - 1)
 

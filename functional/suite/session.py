@@ -1,6 +1,5 @@
 """One run from bring-up to its last check: the fleet, the trainer, the recipe's steps, and what each is checked for."""
 
-import asyncio
 import json
 import os
 import signal
@@ -8,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,16 @@ from functional.runtime.recipe.parser_check import EngineCheck
 from functional.runtime.recipe.rules import merge_stop_strings
 from functional.runtime.refit.machine import Event, State, Transition
 from functional.runtime.refit.parts import Probe, RefitResult
-from functional.runtime.refit.probe import probe_prompts
+from functional.runtime.refit.probe import PROMPTS, probe_prompts
 from functional.runtime.refit.transaction import FleetRefit
-from functional.runtime.rollout.client import Completion, RolloutClient, Sampling
+from functional.runtime.rollout.client import Limits, RolloutClient
+from functional.runtime.rollout.completion import Completion, Sampling
 from functional.runtime.rollout.gate import AdmissionGate
 from functional.runtime.rollout.generation import generate
+from functional.runtime.rollout.pool import HttpPool
 from functional.runtime.rollout.records import RecordWriter, RolloutRecord
-from functional.runtime.rollout.requests import RequestJournal
+from functional.runtime.rollout.requests import RequestJournal, read_attempts
+from functional.runtime.rollout.spread import Served, SpreadClient
 from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import checks
 from functional.suite.batch import RolloutBatch, score
@@ -51,11 +53,15 @@ EVENT_DELAY_S = 0.5
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run works with once everything is up. `instances`: every worker it has had, the replaced ones too."""
+    """What a run works with once everything is up. `instances`: every worker it has had, the replaced ones too;
+    `client` is one for rollouts, `spread` the one that batches go through, `new_client` makes one for another URL."""
 
     fleet: Fleet
     trainer: Any
+    pool: HttpPool
     client: RolloutClient
+    spread: SpreadClient
+    new_client: Callable[[str], RolloutClient]
     prober: RolloutClient
     probe: Probe
     refit: FleetRefit
@@ -175,13 +181,21 @@ class Session:
         self._stack.callback(journal.close)
         url = fleet.frontend.url
         if recipe.faults.break_connections:
-            url = self._stack.enter_context(flaky_proxy(url, recipe.faults.break_connections, recipe.grpo.seed))
-        limits = (
-            model_config["vocab_size"],
-            generation.vllm_cfg.max_model_len,
+            proxy = self._stack.enter_context(flaky_proxy(url, recipe.faults.break_connections, recipe.grpo.seed))
+            self._stack.callback(lambda: self.event("connections broken", **proxy.counted()))
+            url = proxy.url
+        limits = Limits(
+            vocab_size=model_config["vocab_size"],
+            max_model_len=generation.vllm_cfg.max_model_len,
+            token_bytes=max(len(text.encode()) for text in tokenizer.get_vocab()),
         )
-        client = RolloutClient(url, gate, *limits, generation.dynamo_cfg.request_timeout_s, journal)
-        prober = RolloutClient(fleet.frontend.url, gate, *limits, generation.dynamo_cfg.control_timeout_s, journal)
+        dynamo = generation.dynamo_cfg
+        pool = self._stack.enter_context(HttpPool())
+        served = Served(url, recipe.policy.model_name, limits, dynamo.request_timeout_s, dynamo.max_inflight_requests)
+        spread = SpreadClient(pool, gate, served, self.out, journal)
+        self._stack.callback(spread.close)
+        probed = replace(served, url=fleet.frontend.url, timeout_s=dynamo.control_timeout_s, max_inflight=None)
+        prober = probed.client(pool, gate, journal)
         sampling = Sampling(
             generation.max_new_tokens,
             generation.temperature,
@@ -193,9 +207,11 @@ class Session:
         probe_sampling = Sampling(1, generation.temperature, ignore_eos=True)
         instances = list(fleet.workers)
 
-        def probe(worker: Worker, round_number: int) -> list[Completion]:
-            prompts = probe_prompts(round_number, vocabulary, probe_length)
-            return asyncio.run(prober.complete_on(worker.instance_id, prompts, probe_sampling))
+        watched(fleet, trainer.foresee.remote(probe_prompts(0, vocabulary, probe_length)))
+
+        def probe(worker: Worker, round_number: int, count: int = PROMPTS) -> list[Completion]:
+            prompts = probe_prompts(round_number, vocabulary, probe_length)[:count]
+            return pool.run(prober.complete_on(worker.instance_id, prompts, probe_sampling))
 
         def replace_lost(lost: Mapping[int, str]) -> list[Worker]:
             workers = fleet.replace(lost)
@@ -226,7 +242,10 @@ class Session:
         return Parts(
             fleet=fleet,
             trainer=trainer,
-            client=client,
+            pool=pool,
+            client=served.client(pool, gate, journal),
+            spread=spread,
+            new_client=lambda url: replace(served, url=url).client(pool, gate, journal),
             prober=prober,
             probe=probe,
             refit=new_refit(),
@@ -256,13 +275,14 @@ class Session:
         fleet.check_membership()
         parts.telemetry.poll()
         checks.check_telemetry(self.checks, parts.telemetry, len(parts.instances) - len(fleet.workers))
-        attempts = parts.journal.attempts
-        self.report.requests = checks.check_join(self.checks, attempts, fleet, self.out / "logs")
+        self._check_join(parts)
         self._keep_metrics(fleet)
 
     def _step(self, parts: Parts, step: int) -> None:
-        """Rollouts, and one optimizer step on them."""
+        """Rollouts, with the snapshot made beside them, and one optimizer step."""
+        kept = parts.trainer.keep.remote()
         batch = self._rollouts(parts, step)
+        watched(parts.fleet, kept)
         metrics = watched(parts.fleet, parts.trainer.train.remote(batch.samples(), step))
         self.report.steps.append(as_step(step, batch, metrics))
         parts.telemetry.write({f"train/{name}": value for name, value in metrics.items()}, step)
@@ -285,7 +305,7 @@ class Session:
 
         def routed() -> Completion:
             time.sleep(EVENT_DELAY_S)  # cache events reach the router behind the answers
-            return asyncio.run(parts.prober.complete_all([prompt], sampling))[0]
+            return parts.pool.run(parts.prober.complete_all([prompt], sampling))[0]
 
         routed()
         warm = routed()
@@ -293,9 +313,14 @@ class Session:
         for worker in parts.fleet.workers:
             worker.control.call("flush_cache")
             # An engine tells of a clear with its next step.
-            asyncio.run(parts.prober.complete_on(worker.instance_id, [prompt[:4]], sampling))
+            parts.pool.run(parts.prober.complete_on(worker.instance_id, [prompt[:4]], sampling))
         checks.await_cleared(parts.fleet, cleared)
         checks.check_overlap(self.checks, warm, routed())
+
+    def _check_join(self, parts: Parts) -> None:
+        parts.journal.written().result()
+        attempts = [one for file in sorted(self.out.glob("requests*.jsonl")) for one in read_attempts(file)]
+        self.report.requests = checks.check_join(self.checks, attempts, parts.fleet, self.out / "logs")
 
     def _check_seeds(self, parts: Parts) -> None:
         """One prompt to every worker, at temperature 1 whatever the recipe's, as long as an answer may be.
@@ -308,7 +333,7 @@ class Session:
         check_seeds(
             self.checks,
             parts.fleet.workers,
-            lambda worker: asyncio.run(parts.prober.complete_on(worker.instance_id, [prompt], sampling))[0],
+            lambda worker: parts.pool.run(parts.prober.complete_on(worker.instance_id, [prompt], sampling))[0],
         )
 
     def _keep_metrics(self, fleet: Fleet) -> None:
@@ -348,7 +373,7 @@ class Session:
             self._refit(parts, version, f"step{step}.replacement")
 
         return generate(
-            parts.client,
+            parts.spread,
             parts.fleet,
             prompts,
             parts.sampling,

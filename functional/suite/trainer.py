@@ -4,7 +4,6 @@ import copy
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,16 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from functional.engine.proof import Proof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.errors import RefitError
 from functional.runtime.recipe.environment import SHARED_GPU
 from functional.runtime.recipe.model import Recipe
-from functional.runtime.refit.names import NamedTensors, Proof
+from functional.runtime.refit.names import NamedTensors
 from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import ProbeScore
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
+from functional.suite.host_copy import HostCopy
 from functional.suite.policy import Policy, Sample, collate
 from functional.suite.send_faults import FaultyWeights, SendFault
 
@@ -27,14 +28,6 @@ NUDGE = 0.15
 """Noise of `Trainer.nudge`, in standard deviations of the tensor it is added to."""
 GRACE_S = 30.0
 """How much longer than the actor's own deadlines a call to it may take."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Weights before a step, in host memory: what a failed update goes back to."""
-
-    version: int
-    weights: dict[str, torch.Tensor]
 
 
 @ray.remote(num_cpus=0, num_gpus=1, max_restarts=0, max_concurrency=4)
@@ -59,8 +52,10 @@ class Trainer:
             seed=recipe.grpo.seed,
         )
         self._version = 0
-        self._snapshot: Snapshot | None = None
-        self._origin: dict[str, torch.Tensor] = {}
+        self._copy = HostCopy(self._policy.weights)
+        self._kept: int | None = None
+        self._foreseen = Foreseen(self._policy)
+        self._origin: HostCopy | None = None
         self._weights = FaultyWeights(
             self._layout,
             self._tensors,
@@ -69,6 +64,7 @@ class Trainer:
             transport=recipe.transport.name,
             device=self._policy.device,
             timeout_s=generation.dynamo_cfg.control_timeout_s,
+            proof=recipe.proof,
         )
         if recipe.faults.pause_send_version is not None:
             self._weights.fault = SendFault(
@@ -79,28 +75,55 @@ class Trainer:
         """Number of parameters; answers once the model is loaded."""
         return sum(tensor.numel() for _, tensor in self._policy.named_tensors())
 
+    def foresee(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Score every token that may follow these prompts, now and whenever the weights change: a probe that asks for
+        them is answered from that."""
+        self._foreseen.prompts = {tuple(prompt): row for row, prompt in enumerate(prompts)}
+        self._foreseen.look(self._version)
+
+    def keep(self) -> None:
+        """Begin to copy the weights to the host: what a failed update goes back to. Returns before they are there.
+
+        The version before, of which the copy was, can then be sent no more.
+        """
+        if self._kept == self._version:
+            return
+        self._kept = self._version
+        self._copy.begin()
+
     def train(self, samples: list[Sample], version: int) -> dict[str, float]:
         """One optimizer step, which makes `version`; the weights before it are kept on the host."""
-        figures = self._keep_snapshot(version)
-        return self._policy.train_step(collate(samples), self._loss) | figures
+        figures = self._await_copy()
+        metrics = self._policy.train_step(collate(samples), self._loss)
+        self._become(version)
+        return metrics | figures
 
     def go_back(self, version: int) -> None:
-        """Undo the last step. Raises RefitError unless the snapshot is of `version`."""
-        if self._snapshot is None or self._snapshot.version != version:
+        """Undo the last step. Raises RefitError unless the copy on the host is of `version`."""
+        if self._kept != version:
             raise RefitError(f"no snapshot of policy version {version}")
-        self._policy.restore(self._snapshot.weights)
-        self._version, self._snapshot = version, None
+        self._policy.restore(self._copy.tensors)
+        self._become(version)
 
-    def nudge(self, version: int) -> None:
-        """Make `version` without samples, of the first weights and noise: for fault tests, which need a difference."""
-        self._keep_snapshot(version)
-        self._origin = self._origin or self._policy.snapshot()
-        generator = torch.Generator().manual_seed(version)
+    def nudge(self, version: int) -> dict[str, float]:
+        """Make `version` without samples, of the first weights and noise: for fault tests, which need a difference.
+
+        Returns the seconds that the snapshot was waited for, and that scoring what a probe may sample took.
+        """
+        figures = self._await_copy()
+        if self._origin is None:
+            self._origin = HostCopy(self._policy.weights)
+            self._origin.begin()
+            self._origin.wait()
+        device = self._policy.device
+        generator = torch.Generator(device).manual_seed(version)
         moved = {}
-        for name, tensor in self._origin.items():
-            host = tensor.float()
-            moved[name] = host + NUDGE * host.std() * torch.randn(host.shape, generator=generator)
+        for name, tensor in self._origin.tensors.items():
+            own = tensor.to(device).float()
+            noise = torch.randn(own.shape, generator=generator, device=device)
+            moved[name] = (own + NUDGE * own.std() * noise).to(tensor.dtype)
         self._policy.restore(moved)
+        return {"snapshot_s": figures["snapshot_s"], "foresee_s": self._become(version)}
 
     def score_nudged(self, completions: Sequence[Completion], size: float, seed: int) -> list[float]:
         """Log-probs of the completions' tokens under weights moved by noise of `size` standard deviations of each
@@ -125,13 +148,19 @@ class Trainer:
         """Call a method of the weight source."""
         return getattr(self._weights, method)(*arguments)
 
-    def _keep_snapshot(self, version: int) -> dict[str, float]:
+    def _await_copy(self) -> dict[str, float]:
+        """The seconds it was waited for, and its size in bytes."""
         began = time.monotonic()
-        self._snapshot = Snapshot(self._version, self._policy.snapshot())
-        seconds = time.monotonic() - began
+        self.keep()
+        self._copy.wait()
+        return {"snapshot_s": time.monotonic() - began, "snapshot_bytes": float(self._copy.nbytes)}
+
+    def _become(self, version: int) -> float:
+        """The policy has `version` now; returns the seconds that looking ahead took."""
         self._version = version
-        size = sum(tensor.numel() * tensor.element_size() for tensor in self._snapshot.weights.values())
-        return {"snapshot_s": seconds, "snapshot_bytes": float(size)}
+        began = time.monotonic()
+        self._foreseen.look(version)
+        return time.monotonic() - began
 
     def _layout(self, version: int) -> list[Slot]:
         return [Slot(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._held(version).items()]
@@ -143,22 +172,28 @@ class Trainer:
         """Raises RefitError for a version that is neither the policy's nor the snapshot's."""
         if version == self._version:
             return self._policy.weights
-        if self._snapshot is not None and version == self._snapshot.version:
-            return self._snapshot.weights
+        if version == self._kept:
+            return self._copy.tensors
         raise RefitError(f"the trainer holds no weights of policy version {version}")
 
     def _score(self, version: int, completions: Sequence[Completion]) -> ProbeScore:
-        samples = as_samples(completions)
-        current = self._logprobs(self._policy, samples)
-        if self._snapshot is None:
+        current = self._scores(self._version, completions)
+        if self._kept is None or self._kept == self._version:
             return ProbeScore(current, None)
-        before = copy.copy(self._policy)
-        before.model = copy.deepcopy(self._policy.model)
-        with torch.no_grad():
-            for name, parameter in before.model.named_parameters():
-                parameter.copy_(self._snapshot.weights[name])
-        previous = self._logprobs(before, samples)
+        previous = self._scores(self._kept, completions)
         return ProbeScore(current, previous) if version == self._version else ProbeScore(previous, current)
+
+    def _scores(self, version: int, completions: Sequence[Completion]) -> list[float]:
+        """Under a version that is held. Of what was not foreseen, under the version before, its weights take the
+        place of the model's own meanwhile."""
+        foreseen = self._foreseen.scores(version, completions)
+        if foreseen is not None:
+            return foreseen
+        samples = as_samples(completions)
+        if version == self._version:
+            return self._logprobs(self._policy, samples)
+        with self._policy.holding(self._held(version)):
+            return self._logprobs(self._policy, samples)
 
     def _logprobs(self, policy: Policy, samples: list[Sample]) -> list[float]:
         """Of every completion token, sample after sample."""
@@ -169,6 +204,35 @@ class Trainer:
 
 def as_samples(completions: Sequence[Completion]) -> list[Sample]:
     return [Sample(c.prompt_token_ids, c.token_ids, c.logprobs) for c in completions]
+
+
+class Foreseen:
+    """Log-probs of every token after each of some prompts, of the two versions last looked at."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.prompts: dict[tuple[int, ...], int] = {}
+        """Prompt → its row."""
+        self._policy = policy
+        self._tables: dict[int, torch.Tensor] = {}
+
+    def look(self, version: int) -> None:
+        """At what the policy has now, which is `version`."""
+        self._tables.pop(version, None)
+        if self.prompts:
+            self._tables = dict([*self._tables.items()][-1:])
+            self._tables[version] = self._policy.next_logprobs(list(self.prompts))
+            if self._policy.device.type == "cuda":
+                torch.cuda.synchronize(self._policy.device)
+
+    def scores(self, version: int, completions: Sequence[Completion]) -> list[float] | None:
+        """Of the completions' tokens, one each; None where this version or one of the prompts was not looked at."""
+        rows = [self.prompts.get(completion.prompt_token_ids) for completion in completions]
+        table = self._tables.get(version)
+        if table is None or None in rows or any(len(completion.token_ids) != 1 for completion in completions):
+            return None
+        tokens = [completion.token_ids[0] for completion in completions]
+        found: list[float] = table[rows, tokens].tolist()
+        return found
 
 
 class RemoteWeights:
@@ -190,13 +254,16 @@ class RemoteWeights:
     def connect(self, address: str, port: int, world_size: int) -> None:
         self._ask("connect", address, port, world_size)
 
-    def send(self, version: int) -> Proof:
-        proof: Proof = self._ask("send", version, deadlines=2)
-        return proof
+    def send(self, version: int) -> None:
+        self._ask("send", version)
 
     def proof(self, version: int) -> Proof:
         proof: Proof = self._ask("proof", version)
         return proof
+
+    def exchange(self, version: int) -> None:
+        """As `LocalWeights.exchange`."""
+        self._ask("exchange", version)
 
     def abort(self, reason: str) -> None:
         self._ask("abort", reason)
@@ -205,11 +272,10 @@ class RemoteWeights:
         score: ProbeScore = self._ask("score", version, completions)
         return score
 
-    def _ask(self, method: str, *arguments: Any, deadlines: int = 1) -> Any:
-        """`deadlines`: how many of the actor's own lie within the call; they come first."""
-        patience_s = deadlines * self._timeout_s + GRACE_S
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """The actor's own deadline comes first."""
         try:
-            return ray.get(self._trainer.weights.remote(method, *arguments), timeout=patience_s)
+            return ray.get(self._trainer.weights.remote(method, *arguments), timeout=self._timeout_s + GRACE_S)
         except RayTaskError as error:
             cause = error.cause or error
             raise RefitError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}") from error

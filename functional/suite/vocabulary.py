@@ -31,6 +31,9 @@ class PlainTokenizer:
     def __len__(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_vocab())
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 

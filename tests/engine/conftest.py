@@ -41,12 +41,14 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_model(root / f"v{seed}", seed) for seed in range(3)]
 
 
-@pytest.fixture(scope="session")
-def engine(versions: list[Path]) -> Iterator[object]:
+@pytest.fixture(scope="session", params=["sha256", "nh"])
+def engine(request: pytest.FixtureRequest, versions: list[Path]) -> Iterator[object]:
+    """An engine that is asked for each kind of proof, which `PROOF_VARIABLE` names meanwhile."""
     from vllm import LLM
 
-    from functional.engine.transports import BACKENDS
+    from functional.engine.transports import BACKENDS, PROOF_VARIABLE
 
+    os.environ[PROOF_VARIABLE] = request.param
     llm = LLM(
         model=str(versions[0]),
         skip_tokenizer_init=True,

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from functional.engine.transports import PROOF_VARIABLE
 from functional.runtime.refit.names import engine_name, expected_proof
 
 TRANSPORT = os.environ.get("TRANSPORT", "gloo")
@@ -32,8 +33,10 @@ def sender_device() -> str:
     return "cpu" if TRANSPORT == "gloo" else f"cuda:{torch.cuda.device_count() - 1}"
 
 
-def expected(model: Path) -> dict[str, Any]:
-    return expected_proof(load_file(model / "model.safetensors").items(), AutoConfig.from_pretrained(model))
+def expected(model: Path, kind: Any = None) -> dict[str, Any]:
+    """By what the engine under test is asked for, or by `kind`."""
+    named, config = load_file(model / "model.safetensors").items(), AutoConfig.from_pretrained(model)
+    return expected_proof(named, config, kind or os.environ[PROOF_VARIABLE]).as_dict()
 
 
 def prove(engine: Any, model: Path) -> None:
@@ -155,12 +158,20 @@ def test_update_info_that_differs_is_refused_before_a_byte(engine: Any, versions
 def test_expected_names_must_be_complete(engine: Any, versions: list[Path]) -> None:
     refit(engine, versions[0])
     complete = expected(versions[0])
-    one_less = {name: proof for name, proof in complete.items() if name != "model.norm.weight"}
+    tensors = complete["tensors"]
+    one_less = {**complete, "tensors": {name: tensors[name] for name in tensors if name != "model.norm.weight"}}
     with pytest.raises(Exception, match=r"model\.norm\.weight: in the engine, but not expected"):
         engine.collective_rpc("prove_weights", kwargs={"expected": one_less})
-    one_more = {**complete, "lm_head.weight": complete["model.norm.weight"]}
+    one_more = {**complete, "tensors": {**tensors, "lm_head.weight": tensors["model.norm.weight"]}}
     with pytest.raises(Exception, match=r"lm_head\.weight: missing"):
         engine.collective_rpc("prove_weights", kwargs={"expected": one_more})
+
+
+@pytest.mark.skipif(TRANSPORT != "gloo", reason="packed weights are the CPU's")
+def test_a_proof_for_which_nothing_was_kept_is_refused_by_name(engine: Any, versions: list[Path]) -> None:
+    other = "sha256" if os.environ[PROOF_VARIABLE] == "nh" else "nh"
+    with pytest.raises(Exception, match=f"start the engine with {PROOF_VARIABLE}={other}"):
+        engine.collective_rpc("prove_weights", kwargs={"expected": expected(versions[0], other)})
 
 
 def test_without_reset_a_failed_update_would_leave_garbage(engine: Any, versions: list[Path]) -> None:

@@ -10,10 +10,12 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
+from functional.runtime.jsonlines import read_json_lines
 from functional.runtime.recipe.seeds import engine_seed
 from functional.runtime.rollout.records import read_records
-from functional.runtime.rollout.requests import Attempt, join
+from functional.runtime.rollout.requests import join, read_attempts
 from functional.suite.faults import CASES, run_case
+from functional.suite.flaky import PLACES
 from functional.suite.models import find_model
 from tests.recipes import RECIPES
 
@@ -93,18 +95,34 @@ def test_two_workers_under_kv_routing(tmp_path, opinionated_model):
 
 
 @pytest.mark.faults
-def test_a_thousand_rollouts_through_a_connection_that_breaks(tmp_path):
+@pytest.mark.parametrize("rollouts", [1000, pytest.param(10_000, marks=pytest.mark.full)])
+def test_rollouts_through_connections_that_break(tmp_path, rollouts):
     out = tmp_path / "out"
-    overrides = ["faults.break_connections=0.05", "grpo.num_prompts_per_step=125", "grpo.max_num_steps=1"]
-    report = run(out, *overrides, "policy.generation.dynamo_cfg.request_timeout_s=240")
+    prompts = 125
+    report = run(
+        out,
+        "faults.break_connections=0.05",
+        f"grpo.num_prompts_per_step={prompts}",
+        f"grpo.num_generations_per_prompt={rollouts // prompts}",
+        "grpo.max_num_steps=1",
+        "policy.generation.dynamo_cfg.request_timeout_s=240",
+        "policy.generation.dynamo_cfg.max_inflight_requests=512",  # the proxy holds two more sockets for each
+    )
     records = read_records(out / "rollouts.jsonl")
-    assert len(records) == 1000
-    assert len({record["request_id"] for record in records}) == 1000
+    assert len(records) == rollouts
+    assert len({record["request_id"] for record in records}) == rollouts
     assert all(record["accepted"] for record in records)
-    attempts = [Attempt(**json.loads(line)) for line in (out / "requests.jsonl").read_text().splitlines()]
+
+    (broken,) = (event for event in read_json_lines(out / "events.jsonl") if event["event"] == "connections broken")
+    for place in (f"{place} {what}" for place in PLACES for what in ("request", "answer")):
+        assert int(broken.get(place, 0)) >= rollouts * 0.05 / 3 / 4, f"hardly a connection broke {place}"
+    attempts = read_attempts(out / "requests.jsonl")
     retried = [attempt for attempt in attempts if attempt.outcome == "retried"]
-    assert len(retried) >= 20, "the connection hardly broke"
+    assert len(retried) >= rollouts * 0.05, "the connection hardly broke"
     assert max(record["attempt"] for record in records) > 1
+
     joined = join(attempts, [out / "logs" / "worker-0.log"])
     assert joined.is_one_to_one
-    assert report["requests"]["logged"] >= 1000
+    accepted = {a.request_id for a in attempts if a.outcome == "accepted" and a.purpose == "rollout"}
+    assert {record["request_id"] for record in records} <= accepted
+    assert report["requests"]["logged"] >= rollouts

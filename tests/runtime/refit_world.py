@@ -3,6 +3,7 @@
 `explore` drives a scenario down every sequence of outcomes with at most so many faults.
 """
 
+import json
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
@@ -10,15 +11,16 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from functional.engine.errors import NOT_PROVED
+from functional.engine.proof import Proof, TensorProof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.errors import RefitError, RolloutError, RunError
-from functional.runtime.fleet.control import ControlError, WorkerLostError
+from functional.runtime.fleet.control import ControlError, WorkerLostError, rpc_body
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import State
 from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import PROMPTS, ProbeScore
 from functional.runtime.refit.transaction import FleetRefit
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
 from functional.runtime.rollout.gate import AdmissionGate
 
 VERSION = "get_weight_version"
@@ -130,7 +132,7 @@ class World:
         for engine in self.engines:
             engine.cache.add(engine.weights)
 
-    def probe(self, worker: Worker, round_number: int) -> list[Completion]:
+    def probe(self, worker: Worker, round_number: int, count: int = PROMPTS) -> list[Completion]:
         engine: Engine = worker.control.engine
         if engine.end or engine.paused or engine.loading or self.chooser.pick(["ok", "fails"]) == "fails":
             raise RolloutError(f"probe of worker {worker.index} failed")
@@ -138,7 +140,7 @@ class World:
         engine.cache.add(engine.weights)
         seen = (-100.0 if engine.weights is None else float(engine.weights),)
         completion = Completion("r", (1,), (2,), seen, worker.instance_id, cached, None, 0.0, 0.0, None)
-        return [completion] * PROMPTS
+        return [completion] * count
 
     def replace(self, lost) -> list[Worker]:
         self.assert_sound()
@@ -161,11 +163,13 @@ class World:
     def connect(self, address: str, port: int, world_size: int) -> None:
         self.alive()
 
-    def proof(self, version: int):
+    def proof(self, version: int) -> Proof:
         self.alive()
-        return {"w": version}
+        if self.chooser.pick(["ok", "fails"]) == "fails":
+            raise RefitError("the hashing failed")
+        return Proof(None, {"w": TensorProof("bfloat16", (1,), 2, str(version))})
 
-    def send(self, version: int):
+    def send(self, version: int) -> None:
         self.assert_sound()
         self.sent = None
         outcome = self.chooser.pick(["ok", "fails", "lost"])
@@ -174,7 +178,6 @@ class World:
         if outcome == "fails":
             raise RefitError("the send failed")
         self.sent = version
-        return self.proof(version)
 
     def abort(self, reason: str) -> None:
         self.alive()
@@ -225,10 +228,13 @@ class FakeControl:
         return answer
 
     def engine_rpc(self, method: str, weight_version: str, timeout_s: float | None = None, **arguments) -> None:
-        if not self.engine.paused and not arguments.pop("allow_unpaused", False) and not self.engine.end:
+        self.send_rpc(method, rpc_body(method, weight_version, **arguments), timeout_s)
+
+    def send_rpc(self, method: str, body: bytes, timeout_s: float | None = None) -> None:
+        sent = json.loads(body)
+        if not self.engine.paused and not sent.pop("allow_unpaused", False) and not self.engine.end:
             raise ControlError(f"worker {self.index}: must be paused")
-        body = {"engine_rpc": method, "weight_version": weight_version, **arguments}
-        self.call(UPDATE, body, timeout_s)
+        self.call(UPDATE, sent, timeout_s)
 
     def act(self, what: str, body, outcome: str):
         engine, world = self.engine, self.world
@@ -250,7 +256,8 @@ class FakeControl:
             self.require(engine.loading, "no reload is under way")
             engine.loading, engine.weights = False, engine.incoming
         elif what == "prove_weights":
-            self.require(engine.weights == body["expected"]["w"], NOT_PROVED)
+            claimed = body["expected"]["tensors"]["w"]["digest"]
+            self.require(str(engine.weights) == claimed, NOT_PROVED)
         if what in ("pause_generation", "flush_cache") and outcome != "silent":
             engine.cache.clear()
         return {"status": "ok", "version": engine.label}

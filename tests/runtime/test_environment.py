@@ -159,6 +159,7 @@ def test_the_fleet_names_no_variable_itself():
 def test_a_workers_variables_on_each_device():
     cpu, cuda, shared = (worker_variables(worker_site) for worker_site in WORKERS.values())
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}
+    own |= {"VLLM_WEIGHTS_PROOF": "sha256"}
     assert {name: value for name, value in cpu.items() if name not in cuda or cuda[name] != value} == own
     assert cuda == {
         "DYN_TCP_RPC_PORT": "20001",
@@ -170,6 +171,7 @@ def test_a_workers_variables_on_each_device():
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_RPC_BASE_PATH": "/run",
         "VLLM_RENDEZVOUS_DIR": "/run",
+        "VLLM_WEIGHTS_PROOF": "nh",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCH_COMPILE_DISABLE": "1",

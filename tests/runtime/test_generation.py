@@ -6,9 +6,11 @@ import pytest
 
 from functional.runtime.errors import ProcessDiedError, RolloutError
 from functional.runtime.rollout import generation
-from functional.runtime.rollout.client import Completion, RolloutClient, Sampling
+from functional.runtime.rollout.client import Limits, RolloutClient
+from functional.runtime.rollout.completion import Completion, Sampling
 from functional.runtime.rollout.gate import AdmissionGate
 from functional.runtime.rollout.generation import generate
+from functional.runtime.rollout.pool import HttpPool
 
 SAMPLING = Sampling(4)
 
@@ -16,17 +18,25 @@ SAMPLING = Sampling(4)
 class Lossy(RolloutClient):
     """Answers at once, but loses prompts that begin with 9 and never answers those that begin with 8."""
 
+    shared: HttpPool
+
     def __init__(self, gate):
-        super().__init__("http://127.0.0.1:1", gate, 10, 100, 1)
+        super().__init__(self.shared, "http://127.0.0.1:1", "m", gate, Limits(10, 100, 8), 1)
         self.asked = []
 
-    async def _complete(self, http, prompt, sampling, instance_id, purpose):
+    async def _complete(self, prompt, sampling, instance_id, purpose):
         self.asked.append(tuple(prompt))
         if prompt[0] == 9:
             raise RolloutError("lost")
         if prompt[0] == 8:
             await asyncio.sleep(60)
         return Completion("r", tuple(prompt), (1,), (-1.0,), 1, 0, None, 0.0, 0.0, None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def pool():
+    with HttpPool() as Lossy.shared:
+        yield
 
 
 def complete(prompts, give_up_after=None):
@@ -38,7 +48,7 @@ def complete(prompts, give_up_after=None):
             asyncio.get_running_loop().call_later(give_up_after, given_up.set)
         return await Lossy(gate).complete_each(prompts, SAMPLING, given_up)
 
-    outcomes = asyncio.run(run())
+    outcomes = Lossy.shared.run(run())
     gate.close_and_drain(0)  # raises when one is still inside
     return outcomes
 

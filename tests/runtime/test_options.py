@@ -119,6 +119,11 @@ def test_an_engine_has_its_own_seed_and_no_sampling_defaults_of_the_model(load):
     assert words[words.index("--generation-config") + 1] == "vllm"
 
 
+def test_the_policy_is_served_by_the_name_that_the_recipe_gives_it(load):
+    words = worker_arguments(load("policy.model_name=Qwen/Qwen3-0.6B"), PLACE)
+    assert words[words.index("--served-model-name") + 1] == "Qwen/Qwen3-0.6B"
+
+
 def test_frontend_args_become_flags_and_variables(load):
     arguments = load(
         "G.dynamo_cfg.frontend_args.router_mode=random",
@@ -147,7 +152,7 @@ def test_shown_options_hold_no_secret(load):
 def test_managed_flags_are_refused_everywhere(load):
     """Each flag the runtime sets itself is one that neither `vllm_kwargs` nor `extra_cli_args` may hold."""
     refusal = options.refusal_of_extra({})
-    for word in argv._managed_flags("gloo", PLACE):
+    for word in argv._managed_flags("gloo", "model", PLACE):
         name = word[2:].replace("-", "_")
         assert refusal(name) is not None, name
         option = options._kwargs_option(name, "x")

@@ -2,12 +2,9 @@
 
 import itertools
 import math
-import threading
-from concurrent.futures import Future
-from types import SimpleNamespace
 
 import pytest
-from refit_world import Chooser, Immediately, World
+from refit_world import Chooser, World
 
 from functional.runtime.errors import InterruptedRunError, RefitError
 from functional.runtime.refit.machine import Event, State
@@ -180,51 +177,17 @@ def test_every_rank_of_a_group_has_one_seat(workers, ranks):
     assert seats == list(range(world_size))
 
 
-class Hashing(threading.Thread):
-    """A trainer that hashes on after its last tensor has left, until `let` is set or the send is aborted."""
+def test_the_proof_is_asked_for_anew_at_each_attempt_once_every_worker_has_finished():
+    """Its key is drawn then: after the last copy."""
+    world = world_at(0, attempts=2)
+    asked, answer = [], world.proof
 
-    def __init__(self, world):
-        super().__init__(daemon=True)
-        self.let, self.aborted, self.sent = threading.Event(), [], Future()
-        self.send, world.send = world.send, self.answer
-        world.abort = self.abort
-        world.refit._pool = SimpleNamespace(submit=self.submit)
+    def proof(version):
+        asked.append([engine.weights for engine in world.engines])
+        if len(asked) == 1:
+            world.engines[1].weights = None  # the first attempt's proof is refused
+        return answer(version)
 
-    def submit(self, action, *arguments):
-        return self.sent if action == self.answer and action(*arguments) else Immediately().submit(action, *arguments)
-
-    def answer(self, version):
-        self.proof = self.send(version)
-        if not self.is_alive():
-            self.start()
-        return True
-
-    def run(self):
-        self.let.wait(10)
-        if self.aborted:
-            self.sent.set_exception(RefitError(self.aborted[0]))
-        else:
-            self.sent.set_result(self.proof)
-
-    def abort(self, reason):
-        self.aborted.append(reason)
-        self.let.set()
-
-
-def test_the_proof_is_waited_for_once_the_workers_have_everything():
-    world = world_at(0)
-    hashing = Hashing(world)
-    steps = []
-    world.refit._on_step = lambda version, name: steps.append(name) or (name == "prove" and hashing.let.set())
-    assert world.refit.update(1).reached
-    assert steps.index("finish") < steps.index("prove")
-    assert hashing.aborted == []
-
-
-def test_a_failed_attempt_ends_the_hashing_of_its_send():
-    world = world_at(0, attempts=1)
-    hashing = Hashing(world)
-    world.engines[0].sticky.add("finish_weight_update")
-    with pytest.raises(RefitError, match="finish_weight_update: refused for good"):
-        world.refit.update(1)
-    assert "finish_weight_update: refused for good" in hashing.aborted[0]
+    world.proof = proof
+    assert world.refit.update(1).attempts == 2
+    assert asked == [[1, 1], [1, 1]]

@@ -1,17 +1,17 @@
 """What each request says of sampling: the recipe's stops, and a neutral value of everything else."""
 
-from functional.runtime.rollout.client import NEUTRAL, Sampling, request_body
+from functional.runtime.rollout.completion import NEUTRAL, Sampling, request_body
 
 
 def test_stops_are_sent():
-    body = request_body((5, 6), Sampling(8, stop_token_ids=(3,), stop_strings=("a", "b")), None)
-    assert body["stop"] == ["a", "b"]
-    assert body["stop_token_ids"] == [3]
-    assert {"stop", "stop_token_ids"}.isdisjoint(request_body((5, 6), Sampling(8), None))
+    body = request_body("m", (5, 6), Sampling(8, stop_token_ids=(3,), stop_strings=("a", "b")), None)
+    assert body["stop"] == ("a", "b")
+    assert body["stop_token_ids"] == (3,)
+    assert {"stop", "stop_token_ids"}.isdisjoint(request_body("m", (5, 6), Sampling(8), None))
 
 
 def test_nothing_is_left_for_anybodys_defaults_to_fill_in():
-    body = request_body((5, 6), Sampling(8, temperature=0.7), None)
+    body = request_body("m", (5, 6), Sampling(8, temperature=0.7), None)
     assert {name: body[name] for name in (*NEUTRAL, "temperature", "max_tokens", "n")} == {
         "top_p": 1.0,
         "top_k": -1,

@@ -5,7 +5,7 @@ import uuid
 
 import pytest
 
-from functional.runtime.rollout.requests import Attempt, RequestJournal, join, received_requests
+from functional.runtime.rollout.requests import Attempt, RequestJournal, join, read_attempts, received_requests
 
 FIRST, SECOND, THIRD = (str(uuid.UUID(int=number)) for number in (1, 2, 3))
 
@@ -29,13 +29,14 @@ def log(tmp_path):
     return write
 
 
-def test_the_journal_keeps_every_attempt_on_disk_as_it_is_added(tmp_path):
+def test_the_journal_has_every_attempt_in_its_file_once_it_says_so(tmp_path):
     journal = RequestJournal(tmp_path / "requests.jsonl")
     journal.add(attempt(FIRST))
     journal.add(attempt(SECOND, "retried"))
+    journal.written().result(10)
     kept = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
     assert [(one["request_id"], one["outcome"]) for one in kept] == [(FIRST, "accepted"), (SECOND, "retried")]
-    assert [one.request_id for one in journal.attempts] == [FIRST, SECOND]
+    assert read_attempts(tmp_path / "requests.jsonl") == [attempt(FIRST), attempt(SECOND, "retried")]
     journal.close()
 
 

@@ -1,14 +1,16 @@
 """Which answers may be trained on, which prompts may be sent, and the admission gate."""
 
-import asyncio
+import json
 import threading
 import time
 
 import pytest
 
 from functional.runtime.errors import RolloutError
-from functional.runtime.rollout.client import RolloutClient, Sampling, read_completion
+from functional.runtime.rollout.client import Limits, RolloutClient
+from functional.runtime.rollout.completion import Sampling, read_completion
 from functional.runtime.rollout.gate import AdmissionGate
+from functional.runtime.rollout.pool import HttpPool
 
 REQUEST = "6f1b2b3c-0000-4000-8000-000000000001"
 PROMPT = (5, 6, 7)
@@ -43,8 +45,12 @@ def answer(**changes):
     return body
 
 
+def encoded(**changes):
+    return json.dumps(answer(**changes)).encode()
+
+
 def read(max_tokens=4, **changes):
-    return read_completion(answer(**changes), REQUEST, PROMPT, Sampling(max_tokens), 0.0)
+    return read_completion(encoded(**changes), REQUEST, PROMPT, Sampling(max_tokens), 0.0)
 
 
 def test_a_whole_answer_has_no_problem():
@@ -65,11 +71,16 @@ def test_a_whole_answer_has_no_problem():
         ({"nvext__completion_token_ids": [8, 10]}, "differ"),
         ({"nvext__engine_data__completion_logprobs": None}, "no completion log-probs"),
         ({"nvext__engine_data__completion_logprobs": [-0.5]}, "1 log-probs for 2"),
-        ({"nvext__engine_data__completion_logprobs": [-0.5, float("nan")]}, "not finite"),
+        ({"nvext__engine_data__completion_logprobs": [-0.5, None]}, "missing"),
         ({"nvext__engine_data__completion_logprobs": [-0.5, 0.5]}, "above zero"),
-        ({"nvext__engine_data__completion_logprobs": [-0.5, float("-inf")]}, "not finite"),
+        ({"nvext__engine_data__completion_logprobs": [-0.5, -1e308 * 1.7]}, "differ"),
+        ({"nvext__engine_data__completion_logprobs": [-0.5, "-1.5"]}, r"completion_logprobs[1]"),
+        ({"nvext__engine_data__completion_logprobs": [-0.5, True]}, r"completion_logprobs[1]"),
+        ({"nvext__completion_token_ids": [8, 9.5]}, r"completion_token_ids[1]"),
         ({"choices": [{"logprobs": None}]}, "does not hold one log-prob per token"),
         ({"choices": [{"logprobs": {"token_logprobs": [-0.5, -1.0]}}]}, "differ"),
+        ({"choices": [{"logprobs": {"token_logprobs": [-0.5, None]}}]}, "differ"),
+        ({"choices": []}, "does not hold one log-prob per token"),
         ({"nvext__engine_data__prompt_token_ids": [5, 6, 8]}, "another prompt"),
         ({"nvext__engine_data__prompt_token_ids": None}, "another prompt"),
         ({"nvext__worker_id": {}}, "does not name the worker"),
@@ -94,26 +105,33 @@ def test_an_answer_cut_at_its_limit_is_right_and_one_cut_before_it_is_not():
     assert "cut after 2 tokens, 3 allowed" in (read(max_tokens=3, **cut).problem or "")
 
 
+@pytest.fixture
+def pool():
+    with HttpPool() as pool:
+        yield pool
+
+
+def make_client(pool, url="http://127.0.0.1:9", journal=None, timeout_s=1.0, kind=RolloutClient, **options):
+    return kind(pool, url, "m", AdmissionGate(), Limits(100, 16, 8), timeout_s, journal, **options)
+
+
 class Answering(RolloutClient):
     """Answers every request with two tokens, and keeps what was asked."""
 
-    def __init__(self):
-        super().__init__("http://127.0.0.1:9", AdmissionGate(), vocab_size=100, max_model_len=16, timeout_s=1)
-        self.bodies = []
-
-    async def _post(self, http, body, request_id, deadline):
-        self.bodies.append(body)
-        return answer(id=f"cmpl-{request_id}", nvext__engine_data__prompt_token_ids=body["prompt"])
+    async def _post(self, body, request_id, deadline, bound):
+        asked = json.loads(body)
+        self.asked = [*getattr(self, "asked", []), asked["max_tokens"]]
+        return encoded(id=f"cmpl-{request_id}", nvext__engine_data__prompt_token_ids=asked["prompt"])
 
 
-def test_max_tokens_is_cut_to_what_each_prompt_leaves_of_the_context():
-    client = Answering()
+def test_max_tokens_is_cut_to_what_each_prompt_leaves_of_the_context(pool):
+    client = make_client(pool, kind=Answering)
     prompts = [[1] * length for length in (1, 12, 13, 14, 15)]
-    completions = asyncio.run(client.complete_all(prompts, Sampling(4)))
-    assert [body["max_tokens"] for body in client.bodies] == [4, 4, 3, 2, 1]
+    completions = pool.run(client.complete_all(prompts, Sampling(4)))
+    assert client.asked == [4, 4, 3, 2, 1]
     assert [completion.max_tokens for completion in completions] == [4, 4, 3, 2, 1]
     assert [completion.problem for completion in completions] == [None] * 4 + ["2 tokens generated, 1 allowed"]
-    assert asyncio.run(client.complete_on(7, [[1] * 14], Sampling(400)))[0].max_tokens == 2
+    assert pool.run(client.complete_on(7, [[1] * 14], Sampling(400)))[0].max_tokens == 2
 
 
 @pytest.mark.parametrize(
@@ -126,17 +144,15 @@ def test_max_tokens_is_cut_to_what_each_prompt_leaves_of_the_context():
         ([1] * 17, "17 tokens leaves no room for an answer in the context of 16"),
     ],
 )
-def test_what_dynamo_would_answer_badly_is_not_sent(prompt, message):
+def test_what_dynamo_would_answer_badly_is_not_sent(pool, prompt, message):
     # Nothing listens at this address: an attempt to send would fail with another error.
-    client = RolloutClient("http://127.0.0.1:9", AdmissionGate(), vocab_size=100, max_model_len=16, timeout_s=1)
     with pytest.raises(RolloutError, match=message):
-        asyncio.run(client.complete_all([prompt], Sampling(1)))
+        pool.run(make_client(pool).complete_all([prompt], Sampling(1)))
 
 
-def test_an_unreachable_frontend_is_one_clear_error():
-    client = RolloutClient("http://127.0.0.1:9", AdmissionGate(), vocab_size=100, max_model_len=16, timeout_s=1)
-    with pytest.raises(RolloutError, match=r"request .*ConnectError"):
-        asyncio.run(client.complete_all([[1, 2]], Sampling(2)))
+def test_an_unreachable_frontend_is_one_clear_error(pool):
+    with pytest.raises(RolloutError, match=r"request .*ClientConnectorError"):
+        pool.run(make_client(pool).complete_all([[1, 2]], Sampling(2)))
 
 
 def test_the_gate_waits_for_what_is_inside_and_then_refuses():

@@ -238,6 +238,7 @@ REFUSED = [
     ("grpo.max_num_step=3", "grpo.max_num_step", "nearest known key is max_num_steps"),
     ("G.max_new_token=3", "G.max_new_token", "nearest known key is max_new_tokens"),
     ("G.dynamo_cfg.startup_timeout=3", "G.dynamo_cfg.startup_timeout", "startup_timeout_s"),
+    ("G.dynamo_cfg.max_inflight_requests=0", "G.dynamo_cfg.max_inflight_requests", "greater than or equal to 1"),
     ("G.dynamo_cfg.startup_timeout_s=0", "G.dynamo_cfg.startup_timeout_s", "greater than 0"),
     ("G.dynamo_cfg.metrics_include_prefixes=[a]", "G.dynamo_cfg.metrics_include_prefixes", "metrics_worker_prefixes"),
 ]

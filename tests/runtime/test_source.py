@@ -1,4 +1,4 @@
-"""The weight source of a trainer's own process: tensors gone through once, sent to a real group, hashed meanwhile."""
+"""The weight source of a trainer's own process: tensors gone through once, sent to a real group, and proved."""
 
 import threading
 import time
@@ -9,7 +9,8 @@ import torch
 
 from functional.engine.gloo import GlooGroup
 from functional.engine.group import join_store
-from functional.engine.wire import Manifest, receive
+from functional.engine.proof import prove_all
+from functional.engine.wire import Manifest, exchange, receive
 from functional.runtime.errors import RefitError
 from functional.runtime.refit import names
 from functional.runtime.refit.source import LocalWeights
@@ -25,10 +26,10 @@ DEADLINE_S = 5.0
 class Trainer:
     """Holds version 7, and counts how often its tensors are gone through."""
 
-    def __init__(self, timeout_s=DEADLINE_S):
+    def __init__(self, timeout_s=DEADLINE_S, proof=None):
         self.passes = 0
         self.source = LocalWeights(
-            self.layout, self.weights, None, CONFIG, transport="gloo", device="cpu", timeout_s=timeout_s
+            self.layout, self.weights, None, CONFIG, transport="gloo", device="cpu", timeout_s=timeout_s, proof=proof
         )
 
     def layout(self, version):
@@ -44,16 +45,17 @@ class Trainer:
 class Receiver(threading.Thread):
     """The one worker: receives what is announced."""
 
-    def __init__(self, source, manifest):
+    def __init__(self, source, manifest, part=None):
         super().__init__(daemon=True)
         self.port, self.manifest, self.got = source.listen("127.0.0.1"), manifest, {}
+        self.part = part or (lambda group, manifest, timeout_s: receive(group, manifest, self.load, timeout_s))
         self.start()
         source.connect("127.0.0.1", self.port, 2)
 
     def run(self):
         group = GlooGroup(join_store("127.0.0.1", self.port, DEADLINE_S), 1, 2, "127.0.0.1")
         group.form(DEADLINE_S)
-        receive(group, self.manifest, self.load, DEADLINE_S)
+        self.part(group, self.manifest, DEADLINE_S)
         group.close()
 
     def load(self, tensors):
@@ -79,38 +81,65 @@ def test_metadata_goes_through_no_tensor_and_refuses_a_version_that_is_not_held(
         trainer.source.metadata(8)
 
 
-def test_an_update_goes_through_the_tensors_once_and_answers_the_proof_of_what_it_sent():
-    trainer = Trainer()
+@pytest.mark.parametrize("kind", [None, "sha256", "nh"])
+def test_an_update_goes_through_the_tensors_once_and_proves_what_it_sent(kind):
+    trainer = Trainer(proof=kind)
     receiver = Receiver(trainer.source, trainer.source.metadata(7))
-    proof = trainer.source.send(7)
+    trainer.source.send(7)
     receiver.join(DEADLINE_S)
-    assert trainer.passes == 1
     assert receiver.got.keys() == WEIGHTS.keys()
     assert all(torch.equal(receiver.got[name], tensor) for name, tensor in WEIGHTS.items())
-    assert proof == names.expected_proof(WEIGHTS.items(), CONFIG) == trainer.source.proof(7)
-    assert sorted(proof) == ["model.layers.0.self_attn.o_proj.weight", "model.layers.0.self_attn.qkv_proj.weight"]
+    proof = trainer.source.proof(7)
+    assert trainer.passes == 1
+    assert sorted(proof.tensors) == [f"model.layers.0.self_attn.{name}_proj.weight" for name in ("o", "qkv")]
+    assert (proof.key is not None) == (kind == "nh")
+    fused = [WEIGHTS[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    assert proof.tensors[name] == prove_all([(name, fused)], proof.key)[name]
+    again = trainer.source.proof(7)
+    assert trainer.passes == 2
+    assert (again == proof) == (kind != "nh"), "a keyed proof is made with a key of its own"
 
 
 def test_hashing_keeps_no_transfer_waiting_and_its_time_is_not_the_transfer_s(slow):
     trainer = Trainer(timeout_s=0.5)
     receiver = Receiver(trainer.source, trainer.source.metadata(7))
     began = time.monotonic()
+    trainer.source.send(7)
     with pytest.raises(RefitError, match=r"2 of 2 parameters not hashed within 0\.5 s"):
-        trainer.source.send(7)
+        trainer.source.proof(7)
     assert time.monotonic() - began < DEADLINE_S
     receiver.join(DEADLINE_S)
     assert receiver.got.keys() == WEIGHTS.keys()
 
 
-def test_an_abort_ends_a_send_that_still_hashes(slow):
+def test_an_abort_ends_a_proof_that_still_hashes(slow):
     trainer = Trainer(timeout_s=30)
     receiver = Receiver(trainer.source, trainer.source.metadata(7))
+    trainer.source.send(7)
     threading.Timer(0.3, trainer.source.abort, ("worker 1 is dead",)).start()
     began = time.monotonic()
     with pytest.raises(RefitError, match="TransferError: worker 1 is dead"):
-        trainer.source.send(7)
+        trainer.source.proof(7)
     assert time.monotonic() - began < DEADLINE_S
     receiver.join(DEADLINE_S)
+
+
+def test_an_exchange_moves_as_many_bytes_and_no_tensor(monkeypatch):
+    moved, start = [], GlooGroup.start
+
+    def counted(group, buffer):
+        moved.append(len(buffer))
+        return start(group, buffer)
+
+    monkeypatch.setattr(GlooGroup, "start", counted)
+    trainer = Trainer()
+    receiver = Receiver(trainer.source, trainer.source.metadata(7), exchange)
+    trainer.source.exchange(7)
+    receiver.join(DEADLINE_S)
+    assert not receiver.is_alive()
+    assert sum(moved) == 2 * 2 * 11 * 3
+    assert trainer.passes == 0
 
 
 def test_without_a_group_nothing_is_sent():

@@ -13,7 +13,7 @@ from functional.runtime.fleet.ports import PortRange, is_listening
 from functional.runtime.fleet.process import ManagedProcess
 from functional.runtime.fleet.settings import FleetSettings
 from functional.runtime.fleet.worker import Worker, WorkerAddress, WorkerOwner
-from functional.runtime.recipe.argv import SERVED_MODEL, frontend_arguments
+from functional.runtime.recipe.argv import frontend_arguments
 from functional.runtime.recipe.environment import (
     control_plane_variables,
     frontend_variables,
@@ -22,6 +22,7 @@ from functional.runtime.recipe.environment import (
     program_environment,
     worker_defaults,
 )
+from functional.runtime.recipe.model import FrontendArgs
 
 POLL_INTERVAL_S = 0.25  # each poll of an unready worker is a line in its log
 
@@ -42,6 +43,7 @@ class Fleet:
         self._owners: list[Any] = []
         self._addresses: list[WorkerAddress] = []
         self._frontend: FrontendControl | None = None
+        self._frontend_base: tuple[dict[str, str], dict[str, str]] = {}, {}
 
     @property
     def frontend(self) -> FrontendControl:
@@ -105,17 +107,22 @@ class Fleet:
 
     def _start_control_plane(self, inherited: dict[str, str], deadline: float) -> dict[str, str]:
         """Start etcd, NATS and the frontend. Returns the variables by which Dynamo's programs find them."""
-        settings, take, host = self.settings, self.ports.take, self.settings.address
+        settings, host = self.settings, self.settings.address
         etcd_url, nats_url = self._start_stores(inherited, deadline)
         control_plane = control_plane_variables(settings.namespace, host, etcd_url, nats_url)
-        arguments, http = settings.generation.dynamo_cfg.frontend_args, take()
+        self._frontend_base = inherited, control_plane
+        self._frontend = self.add_frontend("frontend", settings.generation.dynamo_cfg.frontend_args)
+        return control_plane
+
+    def add_frontend(self, name: str, arguments: FrontendArgs) -> FrontendControl:
+        """Start a frontend for the fleet's workers, beside those that there are; `name` is its log's."""
+        settings, take, host = self.settings, self.ports.take, self.settings.address
+        http = take()
         command = [str(settings.programs.dynamo_python), "-m", "dynamo.frontend"]
         command += frontend_arguments(arguments, host, http, settings.namespace)
         own = frontend_variables(arguments, stream_port=take(), system_port=take())
-        environment = program_environment(host, inherited, control_plane, own)
-        self._spawn("frontend", command, environment)
-        self._frontend = FrontendControl(f"http://{host}:{http}")
-        return control_plane
+        self._spawn(name, command, program_environment(host, *self._frontend_base, own))
+        return FrontendControl(f"http://{host}:{http}")
 
     def _start_stores(self, inherited: dict[str, str], deadline: float) -> tuple[str, str]:
         """Start etcd and NATS, and wait until they listen. Returns the URL of each."""
@@ -175,7 +182,7 @@ class Fleet:
             "engines ready": lambda: all(control.is_ready() for control in controls),
             "generate registered": lambda: set(self.frontend.instances("generate")) == expected,
             "rl registered": lambda: set(self.frontend.instances("rl")) == expected,
-            "model routed": lambda: self.frontend.has_model(SERVED_MODEL),
+            "model routed": lambda: self.frontend.has_model(self.settings.recipe.policy.model_name),
         }
         for what, holds in conditions.items():
             while not holds():

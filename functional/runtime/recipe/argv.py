@@ -7,7 +7,6 @@ from pathlib import Path
 from functional.runtime.recipe.model import FrontendArgs, Recipe, WorkerArgs
 from functional.runtime.recipe.options import GENERATION, WORKER_ARGS
 
-SERVED_MODEL = "policy"
 WORKER_EXTENSION = "functional.engine.extension.WorkerExtension"
 
 MANAGED = "managed: set by the runtime"
@@ -40,18 +39,18 @@ class WorkerPlace:
 def worker_arguments(recipe: Recipe, place: WorkerPlace) -> list[str]:
     """`dynamo.vllm`'s command line behind the module's name."""
     arguments = recipe.policy.generation.dynamo_cfg.worker_args
-    flags = _managed_flags(recipe.transport.backend, place)
+    flags = _managed_flags(recipe.transport.backend, recipe.policy.model_name, place)
     managed = [word for flag, value in flags.items() for word in (flag, value)]
     options = [word for option in recipe.options for word in option.flags]
     return ["--enable-rl", *managed, *options, *_own_flags(arguments), *arguments.extra_cli_args]
 
 
-def _managed_flags(transfer_backend: str, place: WorkerPlace) -> dict[str, str]:
+def _managed_flags(transfer_backend: str, served: str, place: WorkerPlace) -> dict[str, str]:
     # An ipc endpoint is one that vLLM's publisher binds; tcp on a given host it would connect, and nobody would bind.
     kv_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{place.events}"}
     return {
         "--model": str(place.model_dir),
-        "--served-model-name": SERVED_MODEL,
+        "--served-model-name": served,
         "--namespace": place.namespace,
         "--discovery-backend": "etcd",
         "--request-plane": "tcp",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from functional.engine.transports import PROOF_VARIABLE
 from functional.runtime.recipe.model import FrontendArgs, Recipe
 
 MANAGED_PREFIXES = ("DYN_", "DYNAMO_", "ETCD_", "NATS_", "RAY_", "PYTHON")
@@ -51,6 +52,7 @@ WORKER_VARIABLES: dict[str, Callable[[WorkerSite], str | None]] = {
     "VLLM_HOST_IP": lambda site: site.address,
     "VLLM_RPC_BASE_PATH": lambda site: str(site.run_dir),  # a killed worker leaves its sockets there
     "VLLM_RENDEZVOUS_DIR": lambda site: str(site.run_dir),
+    PROOF_VARIABLE: lambda site: site.recipe.proof,
     "VLLM_NO_USAGE_STATS": lambda _: "1",
     "VLLM_CPU_KVCACHE_SPACE": lambda site: "1" if site.is_on_cpu else None,
     "VLLM_CPU_OMP_THREADS_BIND": lambda site: "nobind" if site.is_on_cpu else None,

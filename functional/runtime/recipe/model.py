@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from functional.engine.transports import TRANSPORTS, Transport
+from functional.engine.transports import TRANSPORTS, ProofKind, Transport
 from functional.runtime.recipe.options import Option, classify
 from functional.runtime.recipe.redact import redacted, scrub
 
@@ -80,13 +80,19 @@ class FrontendArgs(Section):
 
 
 class DynamoConfig(Section):
-    """`policy.generation.dynamo_cfg`: the managed Dynamo runtime. Times in seconds."""
+    """`policy.generation.dynamo_cfg`: the managed Dynamo runtime. Times in seconds.
+
+    proof: what weights are proved by; null is sha256 on cpu and nh on cuda (docs/refit.md).
+    max_inflight_requests: rollouts under way at a time; null for all that there are.
+    """
 
     engine: Literal["vllm"] = "vllm"
     startup_timeout_s: float = Field(300, gt=0)
     request_timeout_s: float = Field(60, gt=0)
     control_timeout_s: float = Field(60, gt=0)
     update_attempts: int = Field(3, ge=1)
+    proof: ProofKind | None = None
+    max_inflight_requests: int | None = Field(None, ge=1)
     metrics_interval_s: float = Field(5, gt=0)
     metrics_worker_prefixes: list[str] = ["vllm:", "dynamo_component_"]
     metrics_frontend_prefixes: list[str] = ["dynamo_frontend_", "dynamo_component_router_"]
@@ -277,6 +283,11 @@ class Recipe(Section):
     def transport(self) -> Transport:
         """How weights get from trainer to engines."""
         return TRANSPORTS[self.cluster.device]
+
+    @property
+    def proof(self) -> ProofKind:
+        """What weights are proved by."""
+        return self.policy.generation.dynamo_cfg.proof or self.transport.proof
 
     @cached_property
     def options(self) -> tuple[Option, ...]:

@@ -177,7 +177,7 @@ KWARGS: dict[str, Rule] = (
         "nnodes": managed("an engine group stays on one node", 1),
         "node_rank": managed("an engine group stays on one node", 0),
         "model": managed("set policy.model_name"),
-        "served_model_name": managed("every worker serves the policy under the runtime's own name"),
+        "served_model_name": managed("every worker serves the policy as policy.model_name"),
         "tokenizer": managed("trainer and engine use the model's own tokenizer"),
         "weight_transfer_config": managed("the runtime picks the transfer backend by device"),
         "worker_extension_cls": managed("the runtime's extension proves the weights"),

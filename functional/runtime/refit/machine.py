@@ -19,7 +19,7 @@ class State(StrEnum):
     UNPROVED = "unproved"  # started, and holds weights nobody has proved
     SERVING = "serving"  # every worker proved at one version
     DRAINING = "draining"  # the rollouts under way come to their end
-    PAUSING = "pausing"  # probe warmed, workers paused, caches cleared
+    PAUSING = "pausing"  # the probe's prompt seen in the cache, workers paused, caches cleared
     SENDING = "sending"  # group formed, reload reset and started, tensors sent, reload finished
     PROVING = "proving"  # each worker hashes what it holds
     CLEARING = "clearing"  # caches cleared once more

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from functional.engine.proof import Proof
 from functional.engine.wire import Manifest
 from functional.runtime.errors import RefitError
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import Transition
-from functional.runtime.refit.names import Proof
-from functional.runtime.refit.probe import ProbeScore, Reading
-from functional.runtime.rollout.client import Completion
+from functional.runtime.refit.probe import PROMPTS, ProbeScore, Reading
+from functional.runtime.rollout.completion import Completion
 
 
 class SourceLostError(RefitError):
@@ -33,14 +33,14 @@ class WeightSource(Protocol):
     def connect(self, address: str, port: int, world_size: int) -> None:
         """Join the transfer group as rank 0; returns when all have joined."""
 
-    def send(self, version: int) -> Proof:
-        """Send every tensor, and return what each engine must hold afterwards. Has its own deadlines.
-
-        Goes through the tensors once, hashing beside the sending: the workers may have all of them before it returns.
-        """
+    def send(self, version: int) -> None:
+        """Send every tensor. Has its own deadline."""
 
     def proof(self, version: int) -> Proof:
-        """What an engine with this version's weights holds, of which none is sent."""
+        """What an engine with this version's weights holds, sent before or not. Has its own deadline.
+
+        A key is drawn in each call, so a call after the workers have finished draws it after their last copy.
+        """
 
     def abort(self, reason: str) -> None:
         """Make a blocked `connect` or `send` of another thread raise."""
@@ -50,10 +50,12 @@ class WeightSource(Protocol):
 
 
 class Probe(Protocol):
-    """Samples one token after each prompt of a round (from 0, fewer than `probe.MAX_ROUNDS`) on one worker, past the
-    admission gate. The prompts of a round are fixed, and each spans more than one cache block."""
+    """Samples one token after each of a round's first `count` prompts on one worker, past the admission gate.
 
-    def __call__(self, worker: Worker, round_number: int) -> Sequence[Completion]: ...
+    Rounds count from 0, fewer than `probe.MAX_ROUNDS`. Prompts are fixed; each spans more than one cache block.
+    """
+
+    def __call__(self, worker: Worker, round_number: int, count: int = PROMPTS) -> Sequence[Completion]: ...
 
 
 class Replace(Protocol):
@@ -67,8 +69,8 @@ class Replace(Protocol):
 
 @dataclass(frozen=True)
 class ProbeVerdict:
-    """A worker's probe after an update: what it says, and the cached tokens of its first round before and after the
-    clear."""
+    """A worker's probe after an update: what it says; cached tokens of its first prompt before the clear, and of its
+    first round after it."""
 
     worker: int
     reading: Reading

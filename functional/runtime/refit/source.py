@@ -10,18 +10,19 @@ from functional.engine.errors import TransferError
 from functional.engine.gloo import GlooGroup
 from functional.engine.group import Group, Rendezvous
 from functional.engine.nccl import NcclGroup
-from functional.engine.transports import BACKENDS
-from functional.engine.wire import DEFAULT_TIMEOUT_S, Manifest, Slot, send
+from functional.engine.proof import Proof
+from functional.engine.transports import BACKENDS, PROOFS, ProofKind
+from functional.engine.wire import DEFAULT_TIMEOUT_S, Manifest, Slot, exchange, send
 from functional.runtime.errors import RefitError
-from functional.runtime.refit.names import ExpectedProof, NamedTensors, Proof, expected_proof
+from functional.runtime.refit.names import ExpectedProof, NamedTensors
 from functional.runtime.refit.probe import ProbeScore
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
 
 T = TypeVar("T")
 
 
 class LocalWeights:
-    """A `WeightSource`. An update goes through the tensors once: each is sent, and hashed beside that."""
+    """A `WeightSource`. An update goes through the tensors once: each is sent, and kept or hashed for the proof."""
 
     def __init__(
         self,
@@ -33,12 +34,14 @@ class LocalWeights:
         transport: str,
         device: torch.device | str,
         timeout_s: float,
+        proof: ProofKind | None = None,
     ) -> None:
         """layout: version → checkpoint name, dtype and shape of every weight, without a tensor; raises RefitError for a
         version that is not held. weights: version → (checkpoint name, bfloat16 tensor) of the same, in the same order;
-        a tensor must not change until the call that asked for it has returned. score: as `WeightSource.score`.
+        a tensor must not change until `proof` has returned, or the next `send` begins. score: as `WeightSource.score`.
 
-        config: the model's Hugging Face configuration; transport: gloo or nccl; timeout_s: of each wait.
+        config: the model's Hugging Face configuration; transport: gloo or nccl; timeout_s: of each wait; proof: what
+        weights are proved by, as fits the transport if not given.
         """
         self._layout = layout
         self._weights = weights
@@ -47,7 +50,9 @@ class LocalWeights:
         self._transport = transport
         self._device = device
         self._timeout_s = timeout_s
+        self._proof: ProofKind = proof or PROOFS[transport]
         self._sender: Sender | None = None
+        self._sent: tuple[int, ExpectedProof] | None = None
 
     def metadata(self, version: int) -> Manifest:
         return Manifest(tuple(self._layout(version)), packed=True)
@@ -59,12 +64,25 @@ class LocalWeights:
 
     def connect(self, address: str, port: int, world_size: int) -> None:
         self._with_sender(lambda sender: sender.connect(address, port, world_size))
+        if self._proof == "nh" and torch.device(self._device).type == "cuda":
+            from functional.engine import nh_triton  # needs a GPU
 
-    def send(self, version: int) -> Proof:
-        return self._send(self.metadata(version), self._weights(version))
+            nh_triton.check(torch.device(self._device))
+
+    def send(self, version: int) -> None:
+        self._send(version, self.metadata(version), self._weights(version))
 
     def proof(self, version: int) -> Proof:
-        return expected_proof(self._weights(version), self._config)
+        with self._expected(version) as expected:
+            check = (lambda: None) if self._sender is None else self._sender.check
+            try:
+                return expected.result(self._timeout_s, check)
+            except (TransferError, TimeoutError) as error:
+                raise RefitError(f"trainer: {type(error).__name__}: {error}") from error
+
+    def exchange(self, version: int) -> None:
+        """Broadcast as many bytes as `send` would, beside the workers' `exchange_bytes`: for benchmarks."""
+        self._with_sender(lambda sender: sender.exchange(self.metadata(version)))
 
     def abort(self, reason: str) -> None:
         if self._sender is not None:
@@ -75,27 +93,42 @@ class LocalWeights:
 
     def close(self) -> None:
         """Let the transfer group go. Harmless when repeated."""
+        self._forget_sent()
         if self._sender is not None:
             self._sender.close()
             self._sender = None
 
     def _send(
         self,
+        version: int,
         manifest: Manifest,
         named: NamedTensors,
         on_wire: Callable[[NamedTensors], NamedTensors] = lambda named: named,
-    ) -> Proof:
-        """Send and hash `named`; `on_wire` makes of them what is sent, and a fault test tampers there.
+    ) -> None:
+        """Send `named`, and keep what their proof needs; `on_wire` makes of them what is sent, and a fault test
+        tampers there."""
+        self._forget_sent()
+        expected = self._new_expected()
+        self._sent = version, expected
+        self._with_sender(lambda sender: sender.send(on_wire(expected.watch(named)), manifest))
 
-        The transfer and the rest of the hashing have a deadline each: a large model's hash takes longer than its way.
-        """
+    def _expected(self, version: int) -> ExpectedProof:
+        """What the last send kept, if it was of this version; else the tensors are gone through once more."""
+        if self._sent is not None and self._sent[0] == version:
+            expected, self._sent = self._sent[1], None
+            return expected
+        expected = self._new_expected()
+        for name, tensor in self._weights(version):
+            expected.add(name, tensor)
+        return expected
 
-        def act(sender: Sender) -> Proof:
-            with ExpectedProof(self._config) as expected:
-                sender.send(on_wire(expected.watch(named)), manifest)
-                return expected.result(self._timeout_s, sender.check)
+    def _new_expected(self) -> ExpectedProof:
+        return ExpectedProof(self._config, self._proof, torch.device(self._device))
 
-        return self._with_sender(act)
+    def _forget_sent(self) -> None:
+        if self._sent is not None:
+            self._sent[1].close()
+            self._sent = None
 
     def _with_sender(self, action: "Callable[[Sender], T]") -> T:
         if self._sender is None:
@@ -151,9 +184,11 @@ class Sender:
         Raises TransferTimeout, or TransferError, also for tensors that differ from the manifest; the group is then
         broken.
         """
-        if self._group is None:
-            raise TransferError("send: connect first")
-        send(self._group, manifest, named, self._timeout_s)
+        send(self._connected(), manifest, named, self._timeout_s)
+
+    def exchange(self, manifest: Manifest) -> None:
+        """Rank 0's part of `wire.exchange`."""
+        exchange(self._connected(), manifest, self._timeout_s)
 
     def abort(self, reason: str) -> None:
         """From another thread, when a worker is known to be lost: ends a blocked `send` with TransferError."""
@@ -173,6 +208,11 @@ class Sender:
             self._group.close()
         self._group = None
         self._rendezvous = None
+
+    def _connected(self) -> Group:
+        if self._group is None:
+            raise TransferError("send: connect first")
+        return self._group
 
     def _new_group(self, rendezvous: Rendezvous, world_size: int) -> Group:
         if self._transport == "gloo":

@@ -1,6 +1,6 @@
 """One policy update of a whole fleet: every worker moves to the new version and proves it, or goes back and proves it.
 
-    admission shut, rollouts drained → probe warmed, workers paused, caches cleared → group formed, tensors sent →
+    probe warmed → admission shut, rollouts drained → workers paused, caches cleared → group formed, tensors sent →
     proved on each worker → cleared again → version set and read back → resumed → probed → admission open
 
 A failure anywhere leads to recovery: lost workers are replaced, the group is formed anew, the version is tried again;
@@ -8,19 +8,19 @@ after `attempts` failures the fleet goes back to the version before. Admission s
 when that fails too. docs/refit.md has the states as a diagram and the interface for a trainer.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from functional.engine.errors import NOT_PROVED
 from functional.engine.wire import Manifest
 from functional.runtime.errors import InterruptedRunError, RefitError, RunError
-from functional.runtime.fleet.control import ControlError, WorkerLostError
+from functional.runtime.fleet.control import ControlError, WorkerLostError, rpc_body
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import Event, RefitMachine, State, Transition
-from functional.runtime.refit.names import Proof
 from functional.runtime.refit.parts import (
     Probe,
     ProbeVerdict,
@@ -31,7 +31,7 @@ from functional.runtime.refit.parts import (
     WeightSource,
 )
 from functional.runtime.refit.probe import Finding, Noise, Sighting, judge
-from functional.runtime.rollout.client import Completion
+from functional.runtime.rollout.completion import Completion
 from functional.runtime.rollout.gate import AdmissionGate
 
 T = TypeVar("T")
@@ -80,7 +80,6 @@ class FleetRefit:
         self._pool = pool or ThreadPoolExecutor(max_workers=len(workers) + 1, thread_name_prefix="refit")
         self._machine = RefitMachine(gate, on_transition)
         self._manifest: Manifest
-        self._sent: Future[Proof] | None = None
         self._grouped = False
         self._lost: dict[int, str] = {}
         self._warmed: dict[int, int] = {}  # instance → cached tokens its probe had before the clear
@@ -153,10 +152,11 @@ class FleetRefit:
         Returns the refusal of the first worker that answers. Raises RefitError if it accepts, which would make every
         proof worthless, or if none answers.
         """
-        expected, silent = self._source.proof(version), []
+        proof, silent = self._source.proof(version), []
+        prove = self._rpc("prove_weights", expected=proof.as_dict(), allow_unpaused=True)
         for worker in self.workers:
             try:
-                self._rpc(worker, "prove_weights", expected=expected, allow_unpaused=True)
+                prove(worker)
             except RunError as refusal:
                 if NOT_PROVED in str(refusal):
                     return str(refusal)
@@ -171,6 +171,8 @@ class FleetRefit:
         self._machine.version, self._machine.attempt = version, 1
         lost = self.find_lost() if self.state in (State.UNPROVED, State.SERVING) else {}
         if not lost:
+            with self._step("warm probe", result):
+                self._warm()
             self._machine.fire(Event.BEGIN, f"update to version {version}")
             return
         self._machine.fire(Event.FAILED, "; ".join(lost.values()))
@@ -180,6 +182,9 @@ class FleetRefit:
         """Try the planned versions one after the other until one is reached."""
         reasons: list[str] = []
         for number, version in enumerate(plan, 1):
+            if number > 1:
+                result.phases.clear()
+                result.probes.clear()
             result.attempts = self._machine.attempt = number
             self._machine.version = version
             try:
@@ -203,20 +208,13 @@ class FleetRefit:
                 return
 
     def _attempt(self, version: int, result: RefitResult) -> None:
-        result.phases.clear()
-        result.probes.clear()
         self._manifest = self._source.metadata(version)  # a version that is not held fails before a worker is touched
-        self._sent = None
-        try:
-            while self.state is not State.SERVING:
-                self._actions[self.state](result)
-                if self.state is State.PROBING:
-                    self.version = result.version = version
-                    self._warmed.clear()
-                self._machine.fire(Event.DONE)
-        except Exception as error:
-            self._end_send(one_line(error))
-            raise
+        while self.state is not State.SERVING:
+            self._actions[self.state](result)
+            if self.state is State.PROBING:
+                self.version = result.version = version
+                self._warmed.clear()
+            self._machine.fire(Event.DONE)
 
     def _recover(self, lost: Mapping[int, str], result: RefitResult, following: int | None = None) -> None:
         """Replace the lost workers and forget the group; the machine stands ready for the next attempt, or stopped."""
@@ -251,8 +249,8 @@ class FleetRefit:
             self._gate.close_and_drain(self._timeout_s)
 
     def _pause(self, result: RefitResult) -> None:
-        with self._step("warm probe", result):
-            self._on_all(self._warm)
+        with self._step("see cache", result):
+            self._on_all(self._see_cache)
         with self._step("pause", result):
             self._on_all(lambda w: w.control.call("pause_generation", {"mode": "wait", "clear_cache": True}))
 
@@ -262,19 +260,18 @@ class FleetRefit:
             with self._step("form group", result):
                 self._form_group()
         with self._step("start", result):
-            self._on_all(lambda w: self._rpc(w, "reset_reload"))
-            self._on_all(lambda w: self._rpc(w, "start_weight_update", is_checkpoint_format=True))
+            self._on_all(self._rpc("reset_reload"))
+            self._on_all(self._rpc("start_weight_update", is_checkpoint_format=True))
         with self._step("transfer", result):
             self._transfer()
         with self._step("finish", result):
-            self._on_all(lambda w: self._rpc(w, "finish_weight_update"))
+            self._on_all(self._rpc("finish_weight_update"))
 
     def _prove(self, result: RefitResult) -> None:
         with self._step("prove", result):
-            assert self._sent is not None
-            proof = self._sent.result()  # the trainer may be hashing still
-            self._on_all(lambda w: self._rpc(w, "prove_weights", expected=proof))
-            result.proved = len(proof)
+            proof = self._source.proof(self._target)
+            self._on_all(self._rpc("prove_weights", expected=proof.as_dict()))
+            result.proved = len(proof.tensors)
 
     def _clear(self, result: RefitResult) -> None:
         with self._step("clear", result):
@@ -293,7 +290,13 @@ class FleetRefit:
     def _judge_probes(self, result: RefitResult) -> None:
         with self._step("probe", result):
             first = self._on_all(lambda worker: self._probe(worker, 0))
-            seen = [self._judge(*pair) for pair in zip(self.workers, first, strict=True)]
+            for worker, completions in zip(self.workers, first, strict=True):
+                if cached := cached_tokens(completions):
+                    raise RefitError(
+                        f"worker {worker.index}: {cached} cached tokens on the probe after the clear: "
+                        "the cache was not cleared"
+                    )
+            seen = [self._judge(*sight) for sight in zip(self.workers, self._sight(self.workers, first), strict=True)]
             result.probes += [verdict for verdict, _ in seen]
             for _, sightings in seen:
                 self._noise.learn(sightings)
@@ -316,20 +319,30 @@ class FleetRefit:
             raise errors[0]
         return [future.result() for future in futures]
 
-    def _rpc(self, worker: Worker, method: str, **arguments: Any) -> None:
-        """Run a method of the worker's extension under the version label it has: only the commit changes that."""
+    def _rpc(self, method: str, timeout_s: float | None = None, **arguments: Any) -> Callable[[Worker], None]:
+        """Runs a method of a worker's extension under the version label it has: only the commit changes that."""
         label = "unproved" if self.version is None else str(self.version)
-        worker.control.engine_rpc(method, label, **arguments)
+        body = rpc_body(method, label, **arguments)  # large, and the same for all
+        return lambda worker: worker.control.send_rpc(method, body, timeout_s)
 
-    def _warm(self, worker: Worker) -> None:
-        """Make the probe's prompt hit the worker's prefix cache, so that a later miss shows the clear.
+    def _warm(self) -> None:
+        """Have the probe's first prompt cached while rollouts still run; `_see_cache` tells whether it was."""
+        try:
+            self._on_all(lambda worker: self._probe(worker, 0, 1))
+        except InterruptedRunError:
+            raise
+        except RunError:
+            pass  # a worker that cannot answer fails the attempt, once admission is shut
 
-        A worker that is paused since an earlier attempt was warmed then.
+    def _see_cache(self, worker: Worker) -> None:
+        """See the probe's first prompt hit the worker's prefix cache, so that a later miss shows the clear.
+
+        It was asked for before the drain, and is once more where rollouts have driven it out since. A worker that is
+        paused since an earlier attempt was seen then.
         """
         if worker.instance_id in self._warmed:
             return
-        self._probe(worker, 0)
-        cached = cached_tokens(self._probe(worker, 0))
+        cached = cached_tokens(self._probe(worker, 0, 1)) or cached_tokens(self._probe(worker, 0, 1))
         if cached == 0:
             raise RefitError(
                 f"worker {worker.index}: a repeated probe did not hit the prefix cache; a clear would be unseen"
@@ -358,62 +371,55 @@ class FleetRefit:
         self._grouped = True
 
     def _transfer(self) -> None:
-        """Until every worker has every tensor; the trainer may be hashing them still."""
         update_info = {**self._manifest.info(), "timeout_s": self._timeout_s}
         patience_s = self._timeout_s + GRACE_S
-        self._sent = self._pool.submit(self._source.send, self._target)
-        self._beside(
-            self._sent, lambda w: self._rpc(w, "update_weights", update_info=update_info, timeout_s=patience_s)
-        )
-        if self._sent.done():
-            self._sent.result()
-
-    def _end_send(self, reason: str) -> None:
-        """A failed attempt's send must not reach into the next attempt."""
-        if self._sent is not None and not self._sent.done():
-            self._source.abort(reason)
-            wait([self._sent])
+        sent = self._pool.submit(self._source.send, self._target)
+        self._beside(sent, self._rpc("update_weights", patience_s, update_info=update_info))
+        sent.result()
 
     def _beside(self, own: "Future[Any]", action: Callable[[Worker], None]) -> None:
         """Run `action` on every worker beside the trainer's own part; a failed side ends the other's wait."""
         try:
             self._on_all(action)
-        except RunError as error:
-            self._source.abort(str(error))
+        except Exception as error:
+            self._source.abort(one_line(error))
             if isinstance(cause := own.exception(), SourceLostError):
                 raise cause from error
             raise
 
-    def _judge(self, worker: Worker, completions: Sequence[Completion]) -> tuple[ProbeVerdict, list[Sighting]]:
+    def _judge(self, worker: Worker, first: list[Sighting]) -> tuple[ProbeVerdict, list[Sighting]]:
         """The verdict on a worker, and the tokens it rests on."""
-        cached = cached_tokens(completions)
-        if cached:
-            raise RefitError(
-                f"worker {worker.index}: {cached} cached tokens on the probe after the clear: the cache was not cleared"
-            )
-        first = self._sight(worker, completions)
         reading, sightings = judge(
-            first, lambda number: self._sight(worker, self._probe(worker, number)), self._noise, len(self.workers)
+            first,
+            lambda number: self._sight([worker], [self._probe(worker, number)])[0],
+            self._noise,
+            len(self.workers),
         )
         if reading.finding is Finding.OTHER:
             raise RefitError(
                 f"worker {worker.index}: the probe fits the other version ({reading.previous:.4f} nats) better than "
                 f"the new one ({reading.current:.4f} nats), {reading.tokens} tokens, z {reading.votes:.1f}"
             )
-        return ProbeVerdict(worker.index, reading, self._warmed[worker.instance_id], cached), sightings
+        return ProbeVerdict(worker.index, reading, self._warmed[worker.instance_id], 0), sightings
 
-    def _sight(self, worker: Worker, completions: Sequence[Completion]) -> list[Sighting]:
-        for completion in completions:
-            if completion.problem:
-                raise RefitError(f"worker {worker.index}: probe after the update: {completion.problem}")
-        score = self._source.score(self._target, completions)
-        engine = [value for completion in completions for value in completion.logprobs]
-        other = score.previous if score.previous is not None else [None] * len(engine)
-        sightings = [Sighting(*values) for values in zip(engine, score.current, other, strict=True)]
-        if not all(sighting.is_finite for sighting in sightings):
-            raise RefitError(
-                f"worker {worker.index}: a log-prob of the probe is not finite in the engine or the trainer"
-            )
+    def _sight(self, workers: Sequence[Worker], answers: Sequence[Sequence[Completion]]) -> list[list[Sighting]]:
+        """Each worker's tokens, scored in one call of the trainer. Raises RefitError for an answer that is none."""
+        for worker, completions in zip(workers, answers, strict=True):
+            for completion in completions:
+                if completion.problem:
+                    raise RefitError(f"worker {worker.index}: probe after the update: {completion.problem}")
+        score = self._source.score(self._target, [completion for own in answers for completion in own])
+        engine = [[value for completion in own for value in completion.logprobs] for own in answers]
+        other = score.previous if score.previous is not None else [None] * len(score.current)
+        scored = zip((value for own in engine for value in own), score.current, other, strict=True)
+        sightings = [[Sighting(*values) for values in itertools.islice(scored, len(own))] for own in engine]
+        if next(scored, None) is not None:
+            raise RefitError(f"trainer: {len(score.current)} scores for {sum(map(len, engine))} tokens")
+        for worker, seen in zip(workers, sightings, strict=True):
+            if not all(sighting.is_finite for sighting in seen):
+                raise RefitError(
+                    f"worker {worker.index}: a log-prob of the probe is not finite in the engine or the trainer"
+                )
         return sightings
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from functional.runtime.errors import RolloutError
 from functional.runtime.fleet.fleet import Fleet
-from functional.runtime.rollout.client import Completion, RolloutClient, Sampling
+from functional.runtime.rollout.completion import Completion, Sampling
+from functional.runtime.rollout.spread import SpreadClient
 
 WATCH_INTERVAL_S = 0.5
 DYING_S = 3.0
@@ -16,7 +17,7 @@ DYING_S = 3.0
 
 
 def generate(
-    client: RolloutClient,
+    client: SpreadClient,
     fleet: Fleet,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -53,7 +54,7 @@ def generate(
 
 
 def complete_under_watch(
-    client: RolloutClient, fleet: Fleet, prompts: Sequence[Sequence[int]], sampling: Sampling
+    client: SpreadClient, fleet: Fleet, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[Completion | RolloutError]:
     """One outcome a prompt; once every worker is lost, what is under way is given up.
 
@@ -71,10 +72,11 @@ def complete_under_watch(
                     given_up.set()
         except BaseException:
             rollouts.cancel()
+            await asyncio.gather(rollouts, return_exceptions=True)
             raise
         return await rollouts
 
-    return asyncio.run(watch())
+    return client.pool.run(watch())
 
 
 def is_worker_lost(fleet: Fleet, find_lost: Callable[[], Mapping[int, str]]) -> bool:

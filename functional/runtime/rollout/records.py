@@ -1,12 +1,11 @@
 """One record a rollout, appended to a JSON Lines file as it becomes known; a torn last line is tolerated on reading."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from functional.runtime.jsonlines import JsonLines
+from functional.runtime.jsonlines import JsonLines, read_json_lines
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class RecordWriter:
 
     def write(self, records: list[RolloutRecord]) -> None:
         self.instance_ids |= {record.instance_id for record in records}
-        self._lines.append(*map(asdict, records))
+        self._lines.append_records(records)
 
     def __enter__(self) -> "RecordWriter":
         return self
@@ -60,15 +59,4 @@ class RecordWriter:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """All whole records of the file. Raises ValueError for a broken line that is not the last."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    records = []
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}:{number}: broken record: {error}") from error
-    return records
+    return read_json_lines(path)

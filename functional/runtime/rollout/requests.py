@@ -4,13 +4,20 @@ A worker logs `request received request_id=<uuid>` with `endpoint="generate"` fo
 """
 
 import re
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Literal
 
-from functional.runtime.jsonlines import JsonLines
+from functional.runtime.errors import RunError
+from functional.runtime.jsonlines import JsonLines, read_json_lines
+
+WRITE_INTERVAL_S = 0.1
 
 Outcome = Literal["accepted", "rejected", "retried", "aborted"]
 
@@ -36,18 +43,59 @@ class Attempt:
 
 
 class RequestJournal:
-    """Appends attempts to a JSON Lines file; each survives the death of this process once `add` returns."""
+    """Appends attempts to a JSON Lines file, in a thread of its own, so that no event loop waits for a disk.
+
+    Attempts added before `written` was called survive the death of this process once its future is done, and any other
+    WRITE_INTERVAL_S later. To wake the thread for each would cost an event loop as much as its request.
+    """
 
     def __init__(self, path: Path) -> None:
         self._lines = JsonLines(path)
-        self.attempts: list[Attempt] = []
+        self._attempts: deque[Attempt] = deque()
+        self._marks: SimpleQueue[Future[None] | None] = SimpleQueue()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="request journal", daemon=True)
+        self._thread.start()
 
     def add(self, attempt: Attempt) -> None:
-        self.attempts.append(attempt)
-        self._lines.append(asdict(attempt))
+        self._attempts.append(attempt)
+
+    def written(self) -> "Future[None]":
+        """Done once all that was added is in the file; holds a RunError when that cannot be."""
+        mark: Future[None] = Future()
+        self._marks.put(mark)
+        return mark
 
     def close(self) -> None:
+        """Write what is left, and close the file."""
+        self._marks.put(None)
+        self._thread.join()
         self._lines.close()
+
+    def _work(self) -> None:
+        closing = False
+        while not closing:
+            mark = None
+            with suppress(Empty):
+                mark = self._marks.get(timeout=WRITE_INTERVAL_S)
+                closing = mark is None
+            self._write()
+            if mark is not None and self._failure is None:
+                mark.set_result(None)
+            elif mark is not None:
+                mark.set_exception(RunError(f"requests cannot be recorded any more: {self._failure}"))
+
+    def _write(self) -> None:
+        try:
+            if self._attempts:
+                self._lines.append_records([self._attempts.popleft() for _ in range(len(self._attempts))])
+        except Exception as error:  # whatever it is, those who wait must hear of it
+            self._failure = self._failure or error
+
+
+def read_attempts(path: Path) -> list[Attempt]:
+    """All attempts of a journal's file, as far as its lines are whole."""
+    return [Attempt(**row) for row in read_json_lines(path)]
 
 
 @dataclass(frozen=True)

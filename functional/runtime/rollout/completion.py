@@ -1,0 +1,237 @@
+"""One completion on the wire: what a request says, how large its answer may be, and which answers may be trained on.
+
+Request and answer follow Dynamo 1.3.0.post1: `POST /v1/completions` with token IDs, `nvext.extra_fields`, and the
+answer's `nvext.engine_data`. The answer is decoded straight into the types below, which skips the three quarters of it
+that nothing here reads (token texts, alternatives); no rule goes through its tokens in Python.
+"""
+
+import math
+import operator
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import msgspec
+
+EXTRA_FIELDS = ["completion_token_ids", "engine_data", "worker_id", "timing"]
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+}
+"""Sent with each request, so that neither frontend nor engine has a default to fill in: the trainer scores the model's
+whole distribution at the request's temperature."""
+
+COPIES_DIFFER = 1e-4
+"""Nats between Dynamo's two copies of a log-prob: one of them has single precision."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are sampled. `temperature` > 0; log-probs are those of the processed distribution.
+
+    `max_tokens` is cut, request by request, to what its prompt leaves of the context.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion. `problem` names the first rule it breaks, None when it may be trained on.
+
+    token_ids and logprobs: one entry a generated token; logprobs in nats. Times in seconds since the epoch.
+    max_tokens: what this request was allowed; truncated: it ended there, not at a stop token.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    instance_id: int | None
+    cached_tokens: int
+    kv_hit_rate: float | None
+    sent_at: float
+    answered_at: float
+    problem: str | None
+    attempt: int = 1
+    timing: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int = 0
+    truncated: bool = False
+
+
+def request_body(model: str, prompt: Sequence[int], sampling: Sampling, instance_id: int | None) -> dict[str, Any]:
+    """A completion request; `instance_id` sends it to one worker, else the router chooses."""
+    nvext: dict[str, Any] = {"extra_fields": EXTRA_FIELDS}
+    if instance_id is not None:
+        nvext["backend_instance_id"] = instance_id
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        **NEUTRAL,
+        "logprobs": 0,
+        "n": 1,
+        "nvext": nvext,
+    }
+    if sampling.ignore_eos:
+        body["ignore_eos"] = True
+    if sampling.stop_token_ids:
+        body["stop_token_ids"] = sampling.stop_token_ids
+    if sampling.stop_strings:
+        body["stop"] = sampling.stop_strings
+    return body
+
+
+def answer_bound(prompt_tokens: int, max_tokens: int, vocab_size: int, token_bytes: int) -> int:
+    """Bytes that an answer has at most. token_bytes: of the longest token's text, in UTF-8.
+
+    A token's ID comes in two lists and its log-prob in three, each at most 24 digits; its text in three strings, where
+    a byte takes six characters at most (`\\u0000`), and once as a list of bytes, four characters each. The rest of what
+    names a token is less than 96 characters, and the rest of an answer less than 16 KiB.
+    """
+    digits = len(str(vocab_size)) + 1
+    texts = max(token_bytes, len("\ufffd".encode())) * (3 * 6 + 4)
+    return (16 << 10) + prompt_tokens * digits + max_tokens * (2 * digits + 3 * 25 + texts + 96)
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _EngineData(msgspec.Struct):
+    prompt_token_ids: list[int] | None = None
+    completion_token_ids: list[int] | None = None
+    completion_logprobs: list[float | None] | None = None
+
+
+class _WorkerId(msgspec.Struct):
+    decode_worker_id: int | None = None
+
+
+class _Extension(msgspec.Struct):
+    completion_token_ids: list[int] | None = None
+    engine_data: _EngineData | None = None
+    worker_id: _WorkerId | None = None
+    timing: dict[str, Any] | None = None
+
+
+class _Answer(msgspec.Struct):
+    """What is read of an answer. Anything may be missing: `find_problem` says what must not."""
+
+    id: str | None = None
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    nvext: _Extension | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Answer)
+
+
+def read_completion(
+    body: bytes, request_id: str, prompt: tuple[int, ...], sampling: Sampling, sent_at: float, attempt: int = 1
+) -> Completion:
+    """Turn Dynamo's answer into a Completion, with `problem` set to the first rule it breaks.
+
+    Raises ValueError for what is not JSON: it was cut on its way.
+    """
+    misshapen = None
+    try:
+        answer = _DECODER.decode(body)
+    except msgspec.ValidationError as error:
+        answer, misshapen = _Answer(), f"the answer is not shaped as Dynamo's are: {error}"
+    except msgspec.DecodeError as error:
+        raise ValueError(f"the answer is not JSON: {error}") from error
+    nvext = answer.nvext or _Extension()
+    engine = nvext.engine_data or _EngineData()
+    choice = answer.choices[0] if answer.choices else _Choice()
+    details = answer.usage and answer.usage.prompt_tokens_details
+    timing = nvext.timing or {}
+    logprobs = engine.completion_logprobs or []
+    if None in logprobs:
+        logprobs = [math.nan if value is None else value for value in logprobs]
+    completion = Completion(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        token_ids=tuple(nvext.completion_token_ids or ()),
+        logprobs=tuple(cast("list[float]", logprobs)),
+        instance_id=nvext.worker_id.decode_worker_id if nvext.worker_id else None,
+        cached_tokens=(details and details.cached_tokens) or 0,
+        kv_hit_rate=timing.get("kv_hit_rate"),
+        sent_at=sent_at,
+        answered_at=time.time(),
+        problem=None,
+        attempt=attempt,
+        timing=timing,
+        max_tokens=sampling.max_tokens,
+        truncated=choice.finish_reason == "length",
+    )
+    problem = misshapen or find_problem(completion, answer, engine)
+    return completion if problem is None else replace(completion, problem=problem)
+
+
+def find_problem(completion: Completion, answer: _Answer, engine: _EngineData) -> str | None:
+    """The first rule the completion breaks, or None. engine: `nvext.engine_data`."""
+    ids, logprobs = completion.token_ids, completion.logprobs
+    choices = answer.choices or [_Choice()]
+    listed = choices[0].logprobs and choices[0].logprobs.token_logprobs  # Dynamo's second copy of the log-probs
+    if answer.id != f"cmpl-{completion.request_id}":
+        return f"answer is for another request: {answer.id!r}, sent {completion.request_id}"
+    if len(choices) != 1:
+        return f"{len(choices)} choices in the answer, expected 1"
+    if not ids:
+        return "no completion token IDs in the answer"
+    if tuple(engine.completion_token_ids or ()) != ids:
+        return "nvext.completion_token_ids and engine_data.completion_token_ids differ"
+    if not logprobs:
+        return "no completion log-probs in the answer"
+    if len(logprobs) != len(ids):
+        return f"{len(logprobs)} log-probs for {len(ids)} token IDs"
+    if not math.isfinite(sum(logprobs)) or max(logprobs) > 1e-6:
+        return "a log-prob is missing, not finite or above zero"
+    if not listed or len(listed) != len(ids):
+        return "choices[0].logprobs does not hold one log-prob per token"
+    if _differ(listed, logprobs):
+        return "choices[0].logprobs and engine_data.completion_logprobs differ"
+    if tuple(engine.prompt_token_ids or ()) != completion.prompt_token_ids:
+        return "the engine completed another prompt than the one sent"
+    if len(ids) > completion.max_tokens:
+        return f"{len(ids)} tokens generated, {completion.max_tokens} allowed"
+    if completion.truncated and len(ids) < completion.max_tokens:
+        return f"cut after {len(ids)} tokens, {completion.max_tokens} allowed"
+    if completion.instance_id is None:
+        return "the answer does not name the worker that served it"
+    return None
+
+
+def _differ(listed: Sequence[float | None], logprobs: Sequence[float]) -> bool:
+    """Whether a log-prob is missing from `listed`, or further than COPIES_DIFFER from its other copy."""
+    if None in listed:
+        return True
+    # The largest difference is at most the root of the sum of their squares, which is the quicker to have.
+    return math.dist(listed, logprobs) > COPIES_DIFFER and any(  # type: ignore[arg-type]
+        map(COPIES_DIFFER.__lt__, map(abs, map(operator.sub, listed, logprobs)))
+    )
