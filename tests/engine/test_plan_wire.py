@@ -24,7 +24,7 @@ from functional.engine.plan_wire import join_agreement, lead_agreement, receive_
 from functional.engine.wire import Slot
 
 TRANSPORT = os.environ.get("TRANSPORT", "gloo")
-WIDTH = 96 if TRANSPORT == "gloo" else 4096
+WIDTH = 96 if TRANSPORT == "gloo" else 2048
 TIMEOUT_S = 8.0
 SLACK_S = 7.0
 pytestmark = pytest.mark.faults
