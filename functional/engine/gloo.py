@@ -35,27 +35,34 @@ class GlooGroup(Group):
     def __init__(self, store: TCPStore, rank: int, world_size: int, bind: str) -> None:
         _drop_ended()
         self._bind = bind
-        self._gloo: Any = None  # torch's stubs know few of its methods
+        self._gloo: dict[tuple[int, ...], Any] = {}  # receivers → process group; torch's stubs know few of its methods
         self._started: list[GlooBroadcast] = []
         super().__init__(store, rank, world_size, torch.device("cpu"))
 
-    def start(self, buffer: Tensor) -> GlooBroadcast:
+    def start(self, buffer: Tensor, ranks: tuple[int, ...] | None = None) -> GlooBroadcast:
         self.check()
-        assert self._gloo is not None
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=self.remaining_s())
-        broadcast = GlooBroadcast(self._gloo.broadcast([buffer], options), buffer)
+        broadcast = GlooBroadcast(self._gloo[ranks or self.receivers].broadcast([buffer], options), buffer)
         self._started = [*(earlier for earlier in self._started if not earlier.ended()), broadcast]
         return broadcast
 
     def _form(self) -> None:
+        self._split(self.receivers)
+
+    def _split(self, ranks: tuple[int, ...]) -> None:
+        members = (0, *ranks)
+        if self.rank not in members or ranks in self._gloo:
+            return
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=self._bind)]
         options._timeout = timedelta(seconds=self.remaining_s())
-        self._gloo = gloo(PrefixStore("gloo", self.store), self.rank, self.world_size, options)
+        prefix = "/".join(["gloo", *map(str, ranks)])
+        store = PrefixStore(prefix, self.store)
+        self._gloo[ranks] = gloo(store, members.index(self.rank), len(members), options)
 
     def _interrupt(self) -> None:
         pass  # every wait is a poll of `Group.wait`
@@ -63,13 +70,13 @@ class GlooGroup(Group):
     def _release(self) -> None:
         # gloo cannot end a broadcast that waits for its peer, and the destructor would wait for it with the
         # interpreter locked. Its own deadline ends it; a later group, or the end of the process, takes the rest away.
-        if self._gloo is not None:
-            _released.append((self._gloo, self._started))
-        self._gloo, self._started = None, []
+        if self._gloo:
+            _released.append((list(self._gloo.values()), self._started))
+        self._gloo, self._started = {}, []
         _drop_ended()
 
 
-_released: list[tuple[Any, list[GlooBroadcast]]] = []
+_released: list[tuple[list[Any], list[GlooBroadcast]]] = []
 
 
 def _drop_ended() -> None:
@@ -81,4 +88,4 @@ def _leave_the_rest() -> None:
     """A process that ends does not wait for a dead peer: what is still waiting is never destroyed."""
     _drop_ended()
     for gloo, _ in _released:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))  # the list, and what is in it

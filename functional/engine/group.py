@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Protocol, TypeVar
@@ -97,12 +97,41 @@ class Group(ABC):
         self._break_lock = threading.Lock()
         self._deadline = math.inf
         self._transfers = 0
+        self.agreements = 0
+        """How many this group has come to, as those count who make them: part of their keys."""
 
     def form(self, timeout_s: float) -> None:
         """Join the other ranks. Raises TransferTimeout when not all came in time, TransferError when one failed."""
         with self._failing_together(), self._armed(timeout_s, "forming the group"):
             self._await_everyone()
             self._form()
+
+    @contextlib.contextmanager
+    def agreement(self, timeout_s: float, what: str) -> Iterator[None]:
+        """The span of an exchange by `put` and `get`: deadline armed, a failure told to the other ranks."""
+        with self._failing_together(), self._armed(timeout_s, what):
+            self.check()
+            yield
+
+    def put(self, key: str, text: str) -> None:
+        """For any rank to `get`; a key is used once."""
+        self._ask(lambda: self.store.set(key, text))
+
+    def get(self, key: str) -> str:
+        """What a rank put there, once it has."""
+        return self._get(key)
+
+    def split(self, sets: Iterable[tuple[int, ...]]) -> None:
+        """Ways from rank 0 to these sets of ranks, for `start`. All ranks name the same, in the same order, within an
+        agreement; what an earlier call made stays."""
+        for ranks in sets:
+            if ranks != self.receivers:
+                self._split(ranks)
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """All ranks but the sender's."""
+        return tuple(range(1, self.world_size))
 
     @contextlib.contextmanager
     def transfer(self, timeout_s: float, manifest_digest: str) -> Iterator[None]:
@@ -146,12 +175,17 @@ class Group(ABC):
         self._release()
 
     @abstractmethod
-    def start(self, buffer: Tensor) -> Pending:
-        """Start to broadcast a uint8 buffer: rank 0's bytes go to all others."""
+    def start(self, buffer: Tensor, ranks: tuple[int, ...] | None = None) -> Pending:
+        """Start to broadcast a uint8 buffer: rank 0's bytes go to all others, or to `ranks`, for which the group was
+        split. Called by rank 0 and these only."""
 
     @abstractmethod
     def _form(self) -> None:
         """Set the transport up; everyone is there."""
+
+    @abstractmethod
+    def _split(self, ranks: tuple[int, ...]) -> None:
+        """Set a transport up from rank 0 to `ranks`. All ranks of the group call it."""
 
     @abstractmethod
     def _interrupt(self) -> None:

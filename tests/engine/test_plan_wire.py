@@ -1,0 +1,208 @@
+"""Updates by plan between real processes: right bytes on every rank, its own alone; refusals and failures known to all.
+
+Over gloo on a CPU; with TRANSPORT=nccl on one GPU or more (ranks go round the GPUs, the sender on the last).
+"""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from functional.engine.errors import TransferError
+from functional.engine.gloo import GlooGroup
+from functional.engine.group import Group, Rendezvous, join_store
+from functional.engine.nccl import NcclGroup
+from functional.engine.plan import Copy, Plan, PlanRefused, Target, View, make_plan
+from functional.engine.plan_copy import Packer, Spreader, make_buffers
+from functional.engine.plan_wire import join_agreement, lead_agreement, receive_planned, send_planned
+from functional.engine.wire import Slot
+
+TRANSPORT = os.environ.get("TRANSPORT", "gloo")
+WIDTH = 96 if TRANSPORT == "gloo" else 2048
+TIMEOUT_S = 8.0
+SLACK_S = 7.0
+pytestmark = pytest.mark.faults
+
+SLOTS = [
+    *(Slot(f"norm{number}", torch.bfloat16, (WIDTH,)) for number in range(4)),
+    *(Slot(f"matrix{number}", torch.bfloat16, (4 * WIDTH, WIDTH)) for number in range(4)),
+    *(Slot(f"down{number}", torch.bfloat16, (WIDTH, 4 * WIDTH)) for number in range(4)),
+    Slot("odd", torch.float32, (3,)),
+]
+
+
+def plan_of(rank: int, ranks: int) -> Plan:
+    """Of one of so many tensor parallel ranks: rows of the matrices, columns of the downs, all of the rest."""
+    targets, copies = [], []
+    for slot in SLOTS:
+        shape = list(slot.shape)
+        axis = {"matrix": 0, "down": 1}.get(slot.name.rstrip("0123456789"))
+        whole = torch.empty(slot.shape, device="meta")
+        part = whole
+        if axis is not None:
+            shape[axis] //= ranks
+            part = whole.narrow(axis, shape[axis] * rank, shape[axis])
+        target = torch.empty(shape, device="meta")
+        targets.append(Target(slot.name, slot.dtype, tuple(shape), target.stride()))
+        copies.append(Copy(slot.name, View.of(part), slot.name, View.of(target)))
+    return make_plan(SLOTS, targets, copies)
+
+
+def device_of(rank: int) -> torch.device:
+    if TRANSPORT == "gloo":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    return torch.device("cuda", (rank - 1) % count)
+
+
+def new_group(store: Any, rank: int, world: int) -> Group:
+    if TRANSPORT == "gloo":
+        return GlooGroup(store, rank, world, "127.0.0.1")
+    return NcclGroup(store, rank, world, device_of(rank))
+
+
+def weights(seed: int, device: torch.device) -> list[tuple[str, Tensor]]:
+    """The same on every device."""
+    made = []
+    for number, slot in enumerate(SLOTS):
+        generator = torch.Generator().manual_seed(1000 * seed + number)
+        made.append((slot.name, torch.randint(-99, 99, slot.shape, generator=generator).to(slot.dtype).to(device)))
+    return made
+
+
+def engine_rank(pipe: Connection, port: int, rank: int, world: int, ranks: int, how: str) -> None:
+    """What an engine's rank does; sends what it got, and what went wrong."""
+    try:
+        group = new_group(join_store("127.0.0.1", port, 30), rank, world)
+        group.form(60)
+        plan: Plan | PlanRefused = plan_of((rank - 1) % ranks, ranks)
+        if how == "refuse" and rank == 2:
+            plan = PlanRefused({"matrix1": "shuffled"})
+        if how == "part":
+            part = Copy("odd", View(0, (2,), (1,)), "odd", View(0, (2,), (1,)))
+            assert isinstance(plan, Plan)
+            plan = make_plan(SLOTS, plan.targets, [*(c for c in plan.copies if c.source != "odd"), part])
+        intake, digest = join_agreement(group, plan, 30)
+        assert isinstance(plan, Plan)
+        device = device_of(rank)
+        tensors = {t.name: torch.zeros(t.shape, dtype=t.dtype, device=device) for t in plan.targets}
+        largest = max(arrival.nbytes for arrival in intake.arrivals)
+        spreader = Spreader(intake, tensors, make_buffers(largest, device))
+        if how == "die" and rank == 2:
+            os._exit(1)
+        for seed in (1, 2, 3):
+            began = time.monotonic()
+            receive_planned(group, intake, digest, spreader, TIMEOUT_S)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds = time.monotonic() - began
+            sources = dict(weights(seed, torch.device("cpu")))
+            wrong = [
+                copy.source
+                for copy in plan.copies
+                if not torch.equal(copy.take.on(sources[copy.source]), copy.put.on(tensors[copy.target]).cpu())
+            ]
+            pipe.send(("got", wrong, intake.nbytes, seconds))
+        pipe.recv()
+        group.close()
+    except (TransferError, PlanRefused) as error:
+        pipe.send((type(error).__name__, str(error), 0, 0.0))
+
+
+class Fleet:
+    """`engines` engines of `ranks` ranks each, and the sender here."""
+
+    def __init__(self, engines: int, ranks: int, how: str = "") -> None:
+        context = multiprocessing.get_context("spawn")
+        world = 1 + engines * ranks
+        meeting = Rendezvous("127.0.0.1", 0, 60)
+        self.pipes, self.processes = [], []
+        for rank in range(1, world):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, meeting.port, rank, world, ranks, how)
+            self.processes.append(context.Process(target=engine_rank, args=arguments, daemon=True))
+            self.pipes.append(ours)
+            self.processes[-1].start()
+        self.group = new_group(meeting.store, 0, world)
+        self.group.form(60)
+
+    def answers(self) -> list[Any]:
+        assert all(pipe.poll(60) for pipe in self.pipes)
+        return [pipe.recv() for pipe in self.pipes]
+
+    def close(self) -> None:
+        self.group.close()
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def fleets() -> Iterator[list[Fleet]]:
+    made: list[Fleet] = []
+    yield made
+    for fleet in made:
+        fleet.close()
+
+
+@pytest.mark.parametrize(("engines", "ranks"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("resident", [False, True])
+def test_every_rank_gets_its_own(fleets: list[Fleet], engines: int, ranks: int, resident: bool) -> None:
+    fleet = Fleet(engines, ranks)
+    fleets.append(fleet)
+    total = sum(slot.nbytes for slot in SLOTS)
+    schedule = lead_agreement(fleet.group, SLOTS, lambda nbytes: nbytes // 8, 30)
+    device = device_of(0)
+    packer = Packer(schedule, make_buffers(schedule.largest, device), resident=resident)
+    tensors = {slot.name: torch.empty(slot.shape, dtype=slot.dtype, device=device) for slot in SLOTS}
+    for seed in (1, 2, 3):
+        for name, tensor in weights(seed, device):
+            tensors[name].copy_(tensor)
+        send_planned(fleet.group, schedule, packer, tensors.items(), TIMEOUT_S)
+        answers = fleet.answers()
+        assert [(kind, wrong) for kind, wrong, _, _ in answers] == [("got", [])] * (engines * ranks)
+        if ranks == 2:  # the matrices' half, and the norms
+            assert all(received < 0.51 * total for _, _, received, _ in answers)
+    assert schedule.nbytes < total * 1.01  # each slice once, however many take it
+    print(f"{TRANSPORT}: {engines} x {ranks}: {total / 1e6:.1f} MB, slowest {max(a[3] for a in answers):.4f} s")
+
+
+def test_one_ranks_refusal_is_everyones_and_the_group_stays(fleets: list[Fleet]) -> None:
+    fleet = Fleet(1, 2, how="refuse")
+    fleets.append(fleet)
+    with pytest.raises(PlanRefused, match=r"matrix1: shuffled \(rank 2\)"):
+        lead_agreement(fleet.group, SLOTS, lambda nbytes: nbytes, 30)
+    assert [(kind, text) for kind, text, _, _ in fleet.answers()] == [
+        ("PlanRefused", "no plan: matrix1: shuffled (rank 2)")
+    ] * 2
+    fleet.group.check()
+
+
+def test_a_tensor_of_which_the_engine_takes_a_part_is_refused(fleets: list[Fleet]) -> None:
+    """All of a tensor may be left: of a tied head, say."""
+    fleet = Fleet(1, 1, how="part")
+    fleets.append(fleet)
+    more = [*SLOTS, Slot("unused", torch.bfloat16, (8,))]
+    with pytest.raises(PlanRefused, match="no plan: odd: the engine takes 2 of its 3 elements"):
+        lead_agreement(fleet.group, more, lambda nbytes: nbytes, 30)
+    assert fleet.answers()[0][:2] == ("PlanRefused", "no plan: odd: the engine takes 2 of its 3 elements")
+
+
+def test_a_rank_that_dies_ends_the_update_for_all(fleets: list[Fleet]) -> None:
+    fleet = Fleet(1, 2, how="die")
+    fleets.append(fleet)
+    schedule = lead_agreement(fleet.group, SLOTS, lambda nbytes: nbytes // 8, 30)
+    packer = Packer(schedule, make_buffers(schedule.largest, device_of(0)))
+    began = time.monotonic()
+    with pytest.raises(TransferError):  # noqa: PT012 (gloo may take the first chunks of one that is gone)
+        for _ in range(3):
+            send_planned(fleet.group, schedule, packer, weights(1, device_of(0)), TIMEOUT_S)
+    assert time.monotonic() - began < TIMEOUT_S + SLACK_S
+    assert fleet.pipes[0].poll(TIMEOUT_S + SLACK_S)
+    assert fleet.pipes[0].recv()[0] in ("TransferError", "TransferTimeout")
