@@ -246,12 +246,12 @@ def run_worker(job: Job, ports: Ports, ending: threading.Event, started: float) 
     told = {"phase": "container", "node": job.node, "at": started}
     head = wait_for_head(job, ending)
     os.environ["RAY_ADDRESS"] = f"{head['address']}:{head['ray']}"
-    with ray_started(job, ports, [f"--address={os.environ['RAY_ADDRESS']}"], ending) as ray:
-        with connected(job, head) as connection:
-            lines = [told, {"phase": "ray worker", "node": job.node, "at": time.time()}]
-            write_environment()
-            connection.sendall("".join(json.dumps(line) + "\n" for line in lines).encode())
-            return stay(job, ray, connection, ending)
+    role = [f"--address={os.environ['RAY_ADDRESS']}"]
+    with ray_started(job, ports, role, ending) as ray, connected(job, head) as connection:
+        lines = [told, {"phase": "ray worker", "node": job.node, "at": time.time()}]
+        write_environment()
+        connection.sendall("".join(json.dumps(line) + "\n" for line in lines).encode())
+        return stay(job, ray, connection, ending)
 
 
 def wait_for_head(job: Job, ending: threading.Event) -> dict[str, Any]:
