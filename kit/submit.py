@@ -55,6 +55,7 @@ def submit_suite(wanted: Wanted, *, check: bool, dry_run: bool, as_json: bool) -
     made = release(wanted.name)
     with only_run(f"submit-{wanted.name}"):
         record = checked_release(made)
+        asked.logs.mkdir(parents=True, exist_ok=True)  # without it the job would end before its first line
         number = run(list(asked.sbatch), env=asked.environment, timeout_s=slurm.TIMEOUT_S).stdout.split(";")[0].strip()
         logs = asked.logs / f"{number}-logs"
         say(f"job {number}: logs in {logs}; it goes on if this command ends; scancel {number} ends it")

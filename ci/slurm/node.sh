@@ -47,11 +47,12 @@ keep() {
 
 # Else /tmp is a file system in memory, in the container's own mount namespace: nothing can be left of it.
 needs_scratch() {
-  [ -n "${SCRATCH:-}" ] || [ "$CONTAINER_BACKEND" = oci ] || { [ "$CONTAINER_BACKEND" = runner ] && must_unpack; }
+  [ -n "${SCRATCH:-}" ] || [ "$CONTAINER_BACKEND" = oci ] || { [ "$CONTAINER_BACKEND" = runner ] && runner_needs_state; }
 }
 
-must_unpack() {
-  ! PYTHONPATH=$KIT PYTHONDONTWRITEBYTECODE=1 "$(new_python)" -c 'import sys, kit.rootless; sys.exit(kit.rootless.why_not_mounted() is not None)'
+# Root's containers are mounted on a folder; a user's need one where they cannot be mounted.
+runner_needs_state() {
+  [ "$(id -u)" = 0 ] || ! PYTHONPATH=$KIT PYTHONDONTWRITEBYTECODE=1 "$(new_python)" -c 'import sys, kit.rootless; sys.exit(kit.rootless.why_not_mounted() is not None)'
 }
 
 # Scratch of our earlier jobs whose keeper was killed: nobody holds its lock.

@@ -33,6 +33,7 @@ BEAT_S = 2.0
 END_S = 10.0  # for the command when the cluster fails, within what Slurm gives between SIGTERM and SIGKILL (KillWait)
 SCRATCH = Path("/tmp/functional")  # the job's private /tmp is mounted on /tmp
 OWN_PORTS = 10
+STARTED = b"Ray runtime started"
 FIRST_PORT, LAST_PORT = 1100, 65535
 NOT_HANDED_ON = ("HOME", "PATH", "PWD", "OLDPWD", "SHELL", "SHLVL", "TMPDIR", "_", "LD_LIBRARY_PATH", "LD_PRELOAD")
 
@@ -90,7 +91,7 @@ class Ports:
 
     @property
     def manager(self) -> int:
-        """Of the raylet, the last of Ray's servers to come."""
+        """Of the raylet."""
         return self.first + 2
 
     @property
@@ -122,17 +123,14 @@ def main() -> int:
 def run_head(job: Job, ports: Ports, ending: threading.Event, started: float) -> int:
     phase(job, "container", started)
     os.environ["RAY_ADDRESS"] = f"{job.address}:{ports.ray}"  # for Ray's workers too
-    with ray_started(job, ports, ["--head", f"--port={ports.ray}"]) as ray, listening(job, ports) as server:
-        wait_for_port(job, ray, ports.manager, ending)
+    with ray_started(job, ports, ["--head", f"--port={ports.ray}"], ending) as ray, listening(job, ports) as server:
         phase(job, "ray head", time.time())
         workers = Workers(job, server)
         write_whole(
             job.folder / "head.json", json.dumps({"address": job.address, "ray": ports.ray, "watch": ports.watch})
         )
         workers.wait_for_all(ray, ending)
-        write_whole(
-            SCRATCH / "environment", "".join(f"export {k}={shlex.quote(v)}\n" for k, v in sorted(os.environ.items()))
-        )
+        write_environment()
         phase(job, "cluster", time.time())
         try:
             return run_command(job, ray, workers, ending)
@@ -248,12 +246,12 @@ def run_worker(job: Job, ports: Ports, ending: threading.Event, started: float) 
     told = {"phase": "container", "node": job.node, "at": started}
     head = wait_for_head(job, ending)
     os.environ["RAY_ADDRESS"] = f"{head['address']}:{head['ray']}"
-    with ray_started(job, ports, [f"--address={os.environ['RAY_ADDRESS']}"]) as ray:
-        wait_for_port(job, ray, ports.manager, ending)
-        with connected(job, head) as connection:
-            lines = [told, {"phase": "ray worker", "node": job.node, "at": time.time()}]
-            connection.sendall("".join(json.dumps(line) + "\n" for line in lines).encode())
-            return stay(job, ray, connection, ending)
+    role = [f"--address={os.environ['RAY_ADDRESS']}"]
+    with ray_started(job, ports, role, ending) as ray, connected(job, head) as connection:
+        lines = [told, {"phase": "ray worker", "node": job.node, "at": time.time()}]
+        write_environment()
+        connection.sendall("".join(json.dumps(line) + "\n" for line in lines).encode())
+        return stay(job, ray, connection, ending)
 
 
 def wait_for_head(job: Job, ending: threading.Event) -> dict[str, Any]:
@@ -331,6 +329,12 @@ def prepare_environment(job: Job) -> None:
         os.chdir(job.facts["workdir"])
 
 
+def write_environment() -> None:
+    """For the shells of attach.sh."""
+    exports = [f"export {name}={shlex.quote(value)}\n" for name, value in sorted(os.environ.items())]
+    write_whole(SCRATCH / "environment", "".join(exports))
+
+
 def reserve_ports(job: Job) -> Ports:
     """The first block of free ports that nobody has reserved; each job begins to look at another.
 
@@ -386,7 +390,7 @@ def is_free(address: str, port: int) -> bool:
 
 
 @contextlib.contextmanager
-def ray_started(job: Job, ports: Ports, role: list[str]) -> Any:
+def ray_started(job: Job, ports: Ports, role: list[str], ending: threading.Event) -> Any:
     objects, environment, grpc, http, metrics, client = range(ports.manager + 1, ports.manager + 7)
     words = [
         "ray", "start", "--block", *role,
@@ -411,6 +415,7 @@ def ray_started(job: Job, ports: Ports, role: list[str]) -> Any:
         words.append(f"--object-store-memory={size}")
     # It takes SIGTERM for more than 10 s, and has nothing to save.
     with ray_log(job).open("ab") as log, group(words, signal.SIGKILL, stdout=log, stderr=log) as process:
+        wait_for_ray(job, process, log.tell(), ending)
         yield process
 
 
@@ -437,14 +442,18 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
         os.killpg(process.pid, number)
 
 
-def wait_for_port(job: Job, ray: subprocess.Popen[bytes], port: int, ending: threading.Event) -> None:
+def wait_for_ray(job: Job, ray: subprocess.Popen[bytes], earlier: int, ending: threading.Event) -> None:
+    """Until `ray start` says that this node is one of the cluster's, after `earlier` bytes of its log.
+
+    That its raylet listens is not enough: on a busy machine the rest of Ray learns of it seconds later.
+    """
     deadline = time.monotonic() + job.seconds("start_deadline_s")
     while True:
         if ending.is_set():
             raise ClusterError("ended while Ray was starting")
         if ray.poll() is not None:
             raise ClusterError(f"Ray did not start (status {ray.returncode}): see {ray_log(job)}")
-        with contextlib.suppress(OSError), socket.create_connection((job.address, port), timeout=1):
+        if STARTED in ray_log(job).read_bytes()[earlier:]:
             return
         if time.monotonic() > deadline:
             raise ClusterError(f"Ray was not up within {job.facts['start_deadline_s']} s: see {ray_log(job)}")

@@ -70,4 +70,4 @@ def test_the_suite_on_one_node_ends_in_the_record(release: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     record = json.loads((release / "record.json").read_text())
     assert record["functional"]["status"] == "passed"
-    assert (release / "functional/report.html").exists()
+    assert (release / "functional/report.json").exists()
