@@ -121,7 +121,8 @@ class Trainer:
         for name, tensor in self._origin.tensors.items():
             own = tensor.to(device).float()
             noise = torch.randn(own.shape, generator=generator, device=device)
-            moved[name] = (own + NUDGE * own.std() * noise).to(tensor.dtype)
+            spread = own.std() if own.std() > 0 else own.abs().mean()  # norms begin as ones
+            moved[name] = (own + NUDGE * spread * noise).to(tensor.dtype)
         self._policy.restore(moved)
         return {"snapshot_s": figures["snapshot_s"], "foresee_s": self._become(version)}
 
