@@ -1,16 +1,23 @@
-"""The two clients that bench.rollout compares, and one measurement of each: processor time a request."""
+"""The two clients that bench.rollout compares, and one measurement of each: processor time a request.
+
+    python -m bench.rollout_clients URL MODEL VOCAB_SIZE MAX_MODEL_LEN TOKENS IN_FLIGHT REQUESTS PROMPT_TOKENS ROUNDS
+
+prints JSON.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import resource
+import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +185,13 @@ def as_record(index: int, completion: Completion) -> RolloutRecord:
         accepted=completion.problem is None,
         reason=completion.problem,
     )
+
+
+def main(url: str, model: str, *numbers: str) -> None:
+    vocab_size, max_model_len, *rest = map(int, numbers)
+    measured = compare(Target(url, model, vocab_size, max_model_len), *rest)
+    print(json.dumps([asdict(one) for one in measured]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
