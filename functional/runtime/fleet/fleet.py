@@ -11,7 +11,8 @@ import ray
 
 from functional.runtime.errors import ConfigError, ProcessDiedError, RunError
 from functional.runtime.fleet.control import FrontendControl, HttpServer, WorkerControl
-from functional.runtime.fleet.node import Node, NodeSite, OwnedServer, folder_digest, interface_of
+from functional.runtime.fleet.interfaces import stream_interface
+from functional.runtime.fleet.node import Node, NodeSite, OwnedServer, folder_digest
 from functional.runtime.fleet.ports import PortRange, is_listening
 from functional.runtime.fleet.process import ManagedProcess
 from functional.runtime.fleet.remains import Traces
@@ -157,7 +158,7 @@ class Fleet:
         # Loopback in a run of several nodes too: it knows no credentials, and only the driver calls it.
         command += frontend_arguments(arguments, LOOPBACK, http, settings.namespace)
         own = frontend_variables(arguments, stream_port=take(), system_port=take())
-        own |= node_variables(settings.address, interface_of(settings.address))
+        own |= node_variables(settings.address, stream_interface(settings.address))
         environment = program_environment(settings.address, inherited, control_plane, own)
         log = settings.log_dir / "frontend.log"
         self._processes.append(ManagedProcess("frontend", command, log, environment))
