@@ -36,6 +36,7 @@ def test_an_address_that_is_not_here(monkeypatch, given, problem):
 def test_the_sites_choice_of_interface_stays(monkeypatch):
     monkeypatch.setenv("FUNCTIONAL_NODE_IP", "10.0.0.1")
     monkeypatch.setattr(node, "interface_name", lambda address: "ib0")
+    monkeypatch.setattr(node, "stream_interface", lambda address: None)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     assert node_facts("").collective == {"NCCL_SOCKET_IFNAME": "=ib0"}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")

@@ -12,7 +12,8 @@ import ray
 from functional.runtime.errors import ConfigError, ProcessDiedError, RunError
 from functional.runtime.fleet.control import FrontendControl, WorkerControl
 from functional.runtime.fleet.http_server import HttpServer
-from functional.runtime.fleet.node import Node, NodeSite, OwnedServer, folder_digest, interface_of
+from functional.runtime.fleet.interfaces import stream_interface
+from functional.runtime.fleet.node import Node, NodeSite, OwnedServer, folder_digest
 from functional.runtime.fleet.ports import PortRange, is_listening
 from functional.runtime.fleet.process import ManagedProcess
 from functional.runtime.fleet.remains import Traces
@@ -167,7 +168,7 @@ class Fleet:
         # Loopback in a run of several nodes too: it knows no credentials, and only the driver calls it.
         command += frontend_arguments(arguments, LOOPBACK, http, settings.namespace)
         own = frontend_variables(arguments, stream_port=take(), system_port=take())
-        own |= node_variables(settings.address, interface_of(settings.address))
+        own |= node_variables(settings.address, stream_interface(settings.address))
         environment = program_environment(settings.address, *self._frontend_base, own)
         self._processes.append(ManagedProcess(name, command, settings.log_dir / f"{name}.log", environment))
         return FrontendControl(f"http://{LOOPBACK}:{http}")

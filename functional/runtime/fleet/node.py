@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 
 from functional.runtime.errors import RunError
 from functional.runtime.fleet.http_server import HttpServer, Reply
+from functional.runtime.fleet.interfaces import interface_name, stream_interface
 from functional.runtime.fleet.ports import PortRange
 from functional.runtime.fleet.remains import Traces
 from functional.runtime.fleet.settings import FleetSettings
@@ -22,6 +22,7 @@ from functional.runtime.fleet.sockets import NodeSockets
 from functional.runtime.fleet.worker import WorkerAddress, WorkerProcess
 from functional.runtime.recipe.environment import (
     ADDRESS_VARIABLE,
+    LOOPBACK_INTERFACE,
     collective_variables,
     node_variables,
     worker_defaults,
@@ -93,10 +94,10 @@ class NodeOwner:
     ) -> list[WorkerAddress]:
         """Launch the node's workers; returns where each will serve."""
         self._ports = PortRange(node.address)
-        interface = interface_of(node.address)
+        interface = interface_name(node.address) or LOOPBACK_INTERFACE
         below = collective_variables(interface) | worker_defaults(settings.recipe.cluster.device, len(node.engines))
         below |= inherited
-        above = dict(control_plane) | node_variables(node.address, interface)
+        above = dict(control_plane) | node_variables(node.address, stream_interface(node.address))
         for index, devices in zip(node.engines, self._devices(settings, len(node.engines)), strict=True):
             self._workers[index] = WorkerProcess(settings, index, (below, above), self._ports, devices, node.base)
         return [self._noted(index, worker.start()) for index, worker in self._workers.items()]
@@ -192,21 +193,12 @@ def node_facts(rays_address: str) -> NodeFacts:
     interface, name = interface_name(address), socket.gethostname()
     if interface is None:
         return NodeFacts(name, address, {}, f"{source} is {address}, which no interface has")
+    try:
+        stream_interface(address)
+    except RunError as error:
+        return NodeFacts(name, address, {}, str(error))
     collective = {key: value for key, value in collective_variables(interface).items() if key not in os.environ}
     return NodeFacts(name, address, collective, None)
-
-
-def interface_of(address: str) -> str:
-    """The interface that has `address`. Raises RunError where none has."""
-    name = interface_name(address)
-    if name is None:
-        raise RunError(f"no interface of {socket.gethostname()} has the address {address}")
-    return name
-
-
-def interface_name(address: str) -> str | None:
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, entries in interfaces if any(entry.address == address for entry in entries)), None)
 
 
 def folder_digest(folder: Path) -> str:

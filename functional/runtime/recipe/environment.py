@@ -171,13 +171,13 @@ def control_plane_variables(namespace: str, etcd_url: str, nats_url: str, creden
     }
 
 
-def node_variables(address: str, interface: str) -> dict[str, str]:
-    """Where the Dynamo programs of one node listen: what other nodes call on its address, all else on its loopback."""
-    return {
-        "DYN_SYSTEM_HOST": LOOPBACK,
-        "DYN_TCP_RPC_HOST": address,
-        "DYN_TCP_RESPONSE_STREAM_HOST": interface,  # an interface's name, not an address
-    }
+def node_variables(address: str, interface: str | None) -> dict[str, str]:
+    """Where the Dynamo programs of one node listen: what other nodes call on its address, all else on its loopback.
+
+    interface: the one by whose name Dynamo finds the address; None where it does so without a name.
+    """
+    hosts = {"DYN_SYSTEM_HOST": LOOPBACK, "DYN_TCP_RPC_HOST": address}
+    return hosts if interface is None else hosts | {"DYN_TCP_RESPONSE_STREAM_HOST": interface}
 
 
 def collective_variables(interface: str) -> dict[str, str]:
