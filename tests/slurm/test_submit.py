@@ -65,9 +65,13 @@ def test_dry_run_prints_the_job(release: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_suite_on_one_node_ends_in_the_record(release: Path) -> None:
-    finished = submit("--gpus", "2", "--nodes", "1", "--no-check")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_suite_ends_in_the_record(release: Path, nodes: int) -> None:
+    """On two nodes the trainer is on one of them, and an engine on each."""
+    recipe = () if nodes == 1 else ("cluster.num_nodes=2",)
+    finished = submit("--gpus", "2", "--nodes", str(nodes), "--no-check", *recipe)
     assert finished.returncode == 0, finished.stderr
     record = json.loads((release / "record.json").read_text())
     assert record["functional"]["status"] == "passed"
-    assert (release / "functional/report.json").exists()
+    report = json.loads((release / "functional/report.json").read_text())
+    assert len(report["topology"]["nodes"]) == nodes
