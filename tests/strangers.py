@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 2.0
 ETCD_RANGE = json.dumps({"key": "AA==", "range_end": "AA=="}).encode()
 
 

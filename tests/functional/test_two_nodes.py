@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ SQUASHFS = REPO / "dist" / os.environ.get("NAME", "cpu") / f"{os.environ.get('NA
 NOBODY = "65534"
 PID = re.compile(r"pid=(\d+)")
 RUN_S = 400.0
-HELD = ("faults.pause_send_version=1", "faults.pause_send_s=15")
+HELD = ("faults.pause_send_version=1", "faults.pause_send_s=25")
 """Keeps an update under way while a stranger tries every port."""
 PROGRAMS = ("etcd", "nats-server", "dynamo.frontend", "dynamo.vllm")
 RAY_SERVERS = ("functional.suite.driver", "ray::Trainer", "ray::NodeOwner")
@@ -135,8 +136,8 @@ def test_a_run_on_two_nodes(cluster: Cluster) -> None:
     run = cluster.start(0, "2", "python", "-m", "functional.suite.cli", "run", *recipe, "--out", "/shared/out")
     await_event(run, out / "events.jsonl", "refit 1: transfer")
     variables = environment_of(cluster.pids(0), "dynamo.frontend")
-    for number in (0, 1):
-        check_ports(cluster, number)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda number: check_ports(cluster, number), (0, 1)))
     assert run.wait(RUN_S) == 0, (cluster.shared / "node1.log").read_text()[-4000:]
 
     report = json.loads((out / "report.json").read_text())
