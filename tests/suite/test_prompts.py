@@ -29,7 +29,7 @@ def test_prompts_of_a_model_that_has_to_come_from_the_hub_first(tmp_path, monkey
 
     monkeypatch.setattr(preflight, "find_tokenizer", lambda name: None)
     monkeypatch.setattr(session, "find_tokenizer", here_now)
-    monkeypatch.setattr(session, "local_ray", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(session, "joined_ray", lambda *_: pytest.fail("Ray was started"))
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     recipe = RECIPES / "grpo_cpu.yaml"
