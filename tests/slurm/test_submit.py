@@ -41,7 +41,7 @@ def submit(*words: str) -> subprocess.CompletedProcess[str]:
     packages = Path("/srv/kit/.venv") / Path(sysconfig.get_path("purelib")).relative_to(sysconfig.get_path("data"))
     settings = ("KIT_NO_VENV=1", f"PYTHONPATH={packages}", "PYTHONDONTWRITEBYTECODE=1", "OBJECT_STORE_BYTES=100000000")
     python = ("env", "--chdir=/srv/alice/kit", *settings, "python3", "build.py", "submit", "--backend", "runner")
-    return local("run", "-u", "alice", *python, *words, check=False, seconds=400)
+    return local("run", "-u", "alice", *python, *words, check=False, seconds=900)
 
 
 def test_what_would_fail_later_is_named_before(release: Path) -> None:
