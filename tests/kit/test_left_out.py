@@ -21,7 +21,7 @@ def patterns() -> list[str]:
 
 
 def test_each_pattern_names_something_in_the_wheels() -> None:
-    """All of them in the cuda wheels, where these are fetched; else folders of tests in the cpu wheels that are there."""
+    """All of them in the cuda wheels, where these are fetched; else folders of tests in the cpu wheels."""
     inputs = REPO / "dist/inputs"
     cuda = list(inputs.glob("cuda*/wheels/*.whl"))
     names = {name for wheel in cuda or inputs.glob("cpu/wheels/*.whl") for name in zipfile.ZipFile(wheel).namelist()}
