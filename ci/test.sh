@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 all=(static unit road stations slurm inside faults)
 # Seconds that each part takes at most on a fast machine of 2 processors. All parts of `make test` together, those to come
 # included, stay below 38 minutes there.
-declare -A budget=([prepare]=120 [static]=20 [unit]=40 [road]=480 [stations]=400 [slurm]=360 [inside]=480 [faults]=720 [full]=2400)
+declare -A budget=([prepare]=120 [static]=20 [unit]=40 [road]=300 [stations]=400 [slurm]=180 [inside]=480 [faults]=720 [full]=2400)
 build=(.venv/bin/python build.py)
 pytest=(env -u KEEP .venv/bin/python -m pytest -q)
 summary=()
