@@ -37,10 +37,10 @@ def release(site: None) -> Path:
     return made
 
 
-def submit(*words: str) -> subprocess.CompletedProcess[str]:
+def submit(*words: str, backend: str = "runner") -> subprocess.CompletedProcess[str]:
     packages = Path("/srv/kit/.venv") / Path(sysconfig.get_path("purelib")).relative_to(sysconfig.get_path("data"))
     settings = ("KIT_NO_VENV=1", f"PYTHONPATH={packages}", "PYTHONDONTWRITEBYTECODE=1", "OBJECT_STORE_BYTES=100000000")
-    python = ("env", "--chdir=/srv/alice/kit", *settings, "python3", "build.py", "submit", "--backend", "runner")
+    python = ("env", "--chdir=/srv/alice/kit", *settings, "python3", "build.py", "submit", "--backend", backend)
     return local("run", "-u", "alice", *python, *words, check=False, seconds=900)
 
 
@@ -65,11 +65,11 @@ def test_dry_run_prints_the_job(release: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_the_suite_ends_in_the_record(release: Path, nodes: int) -> None:
+@pytest.mark.parametrize(("nodes", "backend"), [(1, "runner"), (2, "runner"), (1, "oci")])
+def test_the_suite_ends_in_the_record(release: Path, nodes: int, backend: str) -> None:
     """On two nodes the trainer is on one of them, and an engine on each."""
     recipe = () if nodes == 1 else ("cluster.num_nodes=2",)
-    finished = submit("--gpus", "2", "--nodes", str(nodes), "--no-check", *recipe)
+    finished = submit("--gpus", "2", "--nodes", str(nodes), "--no-check", *recipe, backend=backend)
     assert finished.returncode == 0, finished.stderr
     record = json.loads((release / "record.json").read_text())
     assert record["functional"]["status"] == "passed"
