@@ -59,14 +59,11 @@ class GpuError(Exception):
 
 @dataclass(frozen=True)
 class Access:
-    """Host paths and where the container has them; `ldconfig` must run there once they are bound."""
+    """What of the host the container gets: device files at their own paths; and host path → path there, read-only, after
+    which `ldconfig` must run there."""
 
     devices: list[str] = field(default_factory=list)
     read_only: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def ldconfig(self) -> bool:
-        return bool(self.read_only)
 
 
 @dataclass(frozen=True)
