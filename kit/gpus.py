@@ -59,7 +59,7 @@ class GpuError(Exception):
 
 @dataclass(frozen=True)
 class Access:
-    """What of the host the container gets: device files at their own paths; and host path → path there, read-only, after
+    """What of the host a container gets: device files at their own paths; host path → path there, read-only, after
     which `ldconfig` must run there."""
 
     devices: list[str] = field(default_factory=list)
