@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tarfile
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os.path import normpath
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -23,6 +25,7 @@ from kit.steps import say
 COMMAND = ("uv", "run", "bash", "tests/functional/grpo_dynamo.sh")
 RESULTS = "/results"  # in the container
 STOP_WITHIN_S = 60.0
+OTHER_PROGRAMS = re.compile(r"PATH|ENV|BASH_ENV|ETCD_BIN|NATS_SERVER_BIN|(LD|UV|DYNAMO|FUNCTIONAL|PYTHON).*")
 OF_THE_IMAGE = {
     ("/",),
     *(("/", name) for name in ("bin", "etc", "lib", "lib64", "opt", "results", "root", "sbin", "usr")),
@@ -53,13 +56,10 @@ def run_functional(
     """
     if len(recipes) > 1:
         raise UsageError(f"two recipes: {' and '.join(recipes)}", "name one; settings are written key=value")
-    asked = [parse_mount(text) for text in mounts]
-    for mount in asked:
-        if PurePosixPath(mount["target"]).parts[:2] in OF_THE_IMAGE:
-            raise UsageError(
-                f"a mount over {mount['target']} would change the image that is proved", "mount it elsewhere, say /data"
-            )
-    variables = parse_env(env)
+    asked, variables = data_mounts(mounts), parse_env(env)
+    for variable in variables:
+        if OTHER_PROGRAMS.fullmatch(variable):
+            raise UsageError(f"{variable} could have other programs run than the image's", "leave it to the image")
     made = release(name)
     with only_run(f"functional-{name}"):
         record = checked_release(made)
@@ -73,6 +73,18 @@ def run_functional(
         finally:
             shutil.rmtree(results, ignore_errors=True)
         return ended.status
+
+
+def data_mounts(texts: Sequence[str]) -> list[Mount]:
+    """Mounts for a run that is to be recorded. Raises UsageError for one over what the image holds: the record would be
+    of something that was not run."""
+    mounts = [parse_mount(text) for text in texts]
+    for target in (mount["target"] for mount in mounts):
+        if PurePosixPath("/", normpath(target).lstrip("/")).parts[:2] in OF_THE_IMAGE:
+            raise UsageError(
+                f"a mount over {target} would change the image that is proved", "mount it elsewhere, say /data"
+            )
+    return mounts
 
 
 def adopt_functional(name: str, other: Path) -> int:

@@ -15,10 +15,10 @@ from typing import Any
 from kit import slurm
 from kit.command import run
 from kit.errors import KitError, UsageError
-from kit.functional import COMMAND, WORK_PREFIX, checked_release, record_results
+from kit.functional import COMMAND, WORK_PREFIX, checked_release, data_mounts, record_results
 from kit.layout import Release, only_run, release
 from kit.preflight import Asked, check_before
-from kit.run import Ended, parse_mount
+from kit.run import Ended
 from kit.state import REPO
 from kit.steps import say, seconds_text
 
@@ -80,8 +80,7 @@ def _asked(wanted: Wanted) -> Asked:
         raise UsageError(f"two recipes: {' and '.join(recipes)}", "name one; settings are written key=value")
     if wanted.backend not in BACKENDS:
         raise UsageError(f"unknown back end '{wanted.backend}'", f"choose {', '.join(BACKENDS[1:])}")
-    for mount in wanted.mounts:
-        parse_mount(mount)
+    data_mounts(wanted.mounts)
     made = release(wanted.name)
     logs = (wanted.logs or made.folder / "slurm").absolute()
     command = [

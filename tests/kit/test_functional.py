@@ -177,6 +177,10 @@ class TestFunctional:
         mount = f"{kit.root}/data:/results/logs/net:ro"
         refused(kit("functional", "--mount", mount), 2, "a mount over /results/logs/net would change the image")
         refused(kit("functional", "--mount", f"{kit.root}/data:/opt/x"), 2, "mount it elsewhere, say /data")
+        for target in ("/x/../opt", "//opt/x", "/"):
+            refused(kit("functional", "--mount", f"{kit.root}/data:{target}"), 2, f"a mount over {target} would change")
+        for name in ("PYTHONPATH", "PATH", "LD_PRELOAD", "DYNAMO_VENV", "ETCD_BIN", "FUNCTIONAL_OUT"):
+            refused(kit("functional", "--env", f"{name}=/data"), 2, f"{name} could have other programs run")
         finished = kit("functional", "--engine", "own", "--mount", f"{kit.root}/data:/data", "--env", "RECIPE=mine")
         assert finished.returncode == 0, finished.stderr
         assert "recipe=mine" in (made / "functional/words").read_text()
