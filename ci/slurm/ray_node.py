@@ -35,7 +35,10 @@ SCRATCH = Path("/tmp/functional")  # the job's private /tmp is mounted on /tmp
 OWN_PORTS = 10
 STARTED = b"Ray runtime started"
 FIRST_PORT, LAST_PORT = 1100, 65535
-NOT_HANDED_ON = ("HOME", "PATH", "PWD", "OLDPWD", "SHELL", "SHLVL", "TMPDIR", "_", "LD_LIBRARY_PATH", "LD_PRELOAD")
+NOT_HANDED_ON = (
+    "HOME", "PATH", "PWD", "OLDPWD", "SHELL", "SHLVL", "TMPDIR", "_", "LD_LIBRARY_PATH", "LD_PRELOAD",
+    "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "BASH_ENV", "ENV",  # of the site's modules: no such files in the image
+)  # fmt: skip
 
 
 class ClusterError(Exception):

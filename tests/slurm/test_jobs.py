@@ -25,6 +25,7 @@ placed = [place.options(scheduling_strategy=On(node["NodeID"], soft=False)).remo
 places = ray.get(placed)
 found = {"nodes": len(ray.nodes()), "gpus": ray.cluster_resources()["GPU"], "places": places}
 found["secret"] = os.environ["SECRET"]
+found["site's"] = [name for name in ("PYTHONPATH", "VIRTUAL_ENV", "BASH_ENV") if name in os.environ]
 pathlib.Path(os.environ["FUNCTIONAL_OUT"], "found.json").write_text(json.dumps(found))
 PYTHON
 exit 23
@@ -32,11 +33,12 @@ exit 23
 
 
 def test_two_nodes_and_the_commands_exit_code() -> None:
-    job = submit(TWO_NODES, settings={"SECRET": "handed on"})
+    of_the_site = dict.fromkeys(("PYTHONPATH", "VIRTUAL_ENV", "BASH_ENV"), "/apps/of/the/site")
+    job = submit(TWO_NODES, settings={"SECRET": "handed on", **of_the_site})
     assert job.wait() == ("FAILED", "23:0"), job.log
     assert (job.logs / "results/found.json").exists(), job.log
     found = json.loads((job.logs / "results/found.json").read_text())
-    assert (found["nodes"], found["gpus"], found["secret"]) == (2, 4.0, "handed on")
+    assert (found["nodes"], found["gpus"], found["secret"], found["site's"]) == (2, 4.0, "handed on", [])
     places = {place["node"]: place for place in found["places"]}
     assert {node: place["FUNCTIONAL_NODE_IP"] for node, place in places.items()} == {
         "node1": "10.0.0.1",
