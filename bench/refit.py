@@ -27,7 +27,7 @@ PHASES: dict[str, str] = {
     "warm probe": "a request a worker; admission is open still",
     "drain": "rollouts under way (none here)",
     "see cache": "a request a worker",
-    "pause": "vLLM's own pause, which sleeps for 20 ms",
+    "pause": "vLLM's own pause, without its fixed sleep where no request is in flight",
     "form group": "first update only",
     "start": "two calls a worker",
     "transfer": "the transport, and vLLM's loader, which copies each tensor to its place",

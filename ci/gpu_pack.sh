@@ -4,13 +4,14 @@
 #
 #   bash ci/gpu_pack.sh            writes .carry/part00, part01, …
 #
-# UV (uv) installs; CARRY (.carry) takes the parts; PART_BYTES (60000000) is the size of one.
+# UV (uv) installs; CARRY (.carry) takes the parts; PART_BYTES (56000000) is the size of one; the first
+# has zstd beside it, and the working tree travels too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 uv=${UV:-uv}
 carry=${CARRY:-.carry}
-part_bytes=${PART_BYTES:-60000000}
+part_bytes=${PART_BYTES:-56000000}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
