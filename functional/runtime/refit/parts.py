@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from functional.engine.plan_wire import Verdict
 from functional.engine.proof import Proof
 from functional.engine.wire import Manifest
 from functional.runtime.errors import RefitError
@@ -33,8 +34,21 @@ class WeightSource(Protocol):
     def connect(self, address: str, port: int, world_size: int) -> None:
         """Join the transfer group as rank 0; returns when all have joined."""
 
+    def agree(self, version: int) -> dict[str, str]:
+        """Agree with all engines, in a new group, on updates by plan of tensors like this version's.
+
+        Returns tensor → why there is no plan; empty if there is one. Has its own deadline.
+        """
+
+    def send_by_plan(self, version: int) -> Verdict:
+        """Send every tensor, and have all engines prove what they hold then; the key is drawn after the last copy. Only
+        after `agree` came to a plan, in the same group. Has its own deadline."""
+
+    def prove_by_plan(self, version: int) -> Verdict:
+        """Have all engines prove that they hold this version, sent before or not. Otherwise as `send_by_plan`."""
+
     def send(self, version: int) -> None:
-        """Send every tensor. Has its own deadline."""
+        """Send every tensor by vLLM's checkpoint protocol. Has its own deadline."""
 
     def proof(self, version: int) -> Proof:
         """What an engine with this version's weights holds, sent before or not. Has its own deadline.
@@ -93,7 +107,8 @@ class Replacement:
 class RefitResult:
     """What an update did. `asked` and `version` differ after a return to the version before.
 
-    phases: seconds by name, of the last attempt; probes: one verdict a worker.
+    by_plan: whether the weights were copied in place; if not, no_plan: tensor → why not. phases: seconds by name, of
+    the last attempt; probes: one verdict a worker.
     """
 
     asked: int
@@ -102,6 +117,8 @@ class RefitResult:
     bytes_sent: int = 0
     tensors: int = 0
     proved: int = 0
+    by_plan: bool = False
+    no_plan: dict[str, str] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     probes: list[ProbeVerdict] = field(default_factory=list)
     replaced: list[Replacement] = field(default_factory=list)

@@ -10,11 +10,14 @@ from functional.engine.errors import TransferError
 from functional.engine.gloo import GlooGroup
 from functional.engine.group import Group, Rendezvous
 from functional.engine.nccl import NcclGroup
+from functional.engine.plan import PlanRefused
+from functional.engine.plan_wire import Verdict
 from functional.engine.proof import Proof
 from functional.engine.transports import BACKENDS, PROOFS, ProofKind
 from functional.engine.wire import DEFAULT_TIMEOUT_S, Manifest, Slot, exchange, send
 from functional.runtime.errors import RefitError
 from functional.runtime.refit.names import ExpectedProof, NamedTensors
+from functional.runtime.refit.planned import PlannedSender
 from functional.runtime.refit.probe import ProbeScore
 from functional.runtime.rollout.completion import Completion
 
@@ -52,6 +55,7 @@ class LocalWeights:
         self._timeout_s = timeout_s
         self._proof: ProofKind = proof or PROOFS[transport]
         self._sender: Sender | None = None
+        self._planned: PlannedSender | None = None
         self._sent: tuple[int, ExpectedProof] | None = None
 
     def metadata(self, version: int) -> Manifest:
@@ -71,6 +75,22 @@ class LocalWeights:
 
     def send(self, version: int) -> None:
         self._send(version, self.metadata(version), self._weights(version))
+
+    def agree(self, version: int) -> dict[str, str]:
+        self._planned = None
+        slots = tuple(self._layout(version))
+        try:
+            self._planned = self._with_sender(lambda sender: sender.agree(slots, self._proof))
+        except PlanRefused as refused:
+            return refused.problems
+        return {}
+
+    def send_by_plan(self, version: int) -> Verdict:
+        return self._send_by_plan(version)
+
+    def prove_by_plan(self, version: int) -> Verdict:
+        planned, named = self._agreed(), self._weights(version)
+        return self._with_sender(lambda _: planned.prove(named))
 
     def proof(self, version: int) -> Proof:
         with self._expected(version) as expected:
@@ -94,6 +114,7 @@ class LocalWeights:
     def close(self) -> None:
         """Let the transfer group go. Harmless when repeated."""
         self._forget_sent()
+        self._planned = None
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -111,6 +132,18 @@ class LocalWeights:
         expected = self._new_expected()
         self._sent = version, expected
         self._with_sender(lambda sender: sender.send(on_wire(expected.watch(named)), manifest))
+
+    def _send_by_plan(
+        self, version: int, on_wire: Callable[[NamedTensors], NamedTensors] = lambda named: named
+    ) -> Verdict:
+        """on_wire: as for `_send`."""
+        planned, named = self._agreed(), self._weights(version)
+        return self._with_sender(lambda _: planned.send(named, on_wire))
+
+    def _agreed(self) -> PlannedSender:
+        if self._planned is None:
+            raise RefitError("trainer: no plan was agreed on in this transfer group")
+        return self._planned
 
     def _expected(self, version: int) -> ExpectedProof:
         """What the last send kept, if it was of this version; else the tensors are gone through once more."""
@@ -185,6 +218,10 @@ class Sender:
         broken.
         """
         send(self._connected(), manifest, named, self._timeout_s)
+
+    def agree(self, slots: Sequence[Slot], proof: ProofKind) -> PlannedSender:
+        """Agree with the workers on updates by plan. Raises PlanRefused where they have none, and as `send` does."""
+        return PlannedSender(self._connected(), slots, proof, self._timeout_s)
 
     def exchange(self, manifest: Manifest) -> None:
         """Rank 0's part of `wire.exchange`."""
