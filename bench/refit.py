@@ -31,7 +31,7 @@ PHASES: dict[str, str] = {
     "form group": "first update only",
     "agree on plan": "first update only",
     "start": "two calls a worker; not by plan",
-    "transfer": "by plan: one call, and the wire; else the wire and vLLM's loader, which copies each tensor to its place",
+    "transfer": "the wire; by plan one call, else also vLLM's loader, which copies each tensor to its place",
     "finish": "a call a worker, and vLLM's processing of loaded layers; not by plan",
     "prove": "memory of both devices (nh), or SHA-256 on the host; within the call by plan, else two calls",
     "clear": "a call a worker",

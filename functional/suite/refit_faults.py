@@ -136,7 +136,7 @@ class FaultSession(Session):
             result = self._refit(parts, version)
             refused = [t.reason for t in result.transitions if t.event is Event.FAILED]
             if fault.kind == "twice" and result.by_plan:  # there is no place for it
-                proper = failed_in(result) == [State.SENDING] and "more tensors" in refused[0]
+                proper = failed_in(result) == [State.SENDING] and "but the schedule has" in refused[0]
             else:
                 proper = failed_in(result) == [State.PROVING] and NOT_PROVED in refused[0]
             self._judge(f"lying-send-{fault.kind}", proper, result)
