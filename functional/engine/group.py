@@ -227,6 +227,7 @@ class Group(ABC):
             value = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
             if value is not None:
                 break
+            self.check()
         assert value is not None
         return value.decode()
 

@@ -6,6 +6,7 @@ schedule, packing, wire or spreading shows. Elements that no copy writes (paddin
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from torch import Tensor
 from functional.engine import nh
 from functional.engine.plan import Copy, Plan, uncovered
 from functional.engine.proof import Proof, digests
+
+if TYPE_CHECKING:
+    from functional.engine import nh_triton
 
 
 class RankProof:
@@ -44,6 +48,10 @@ class RankProof:
     def digests(self, key: nh.Key | None) -> list[str]:
         """Of each copy, in the plan's order; with `key`, or SHA-256."""
         return self._hasher.digests(key)
+
+    def begin(self) -> None:
+        """Start what needs no key, where that runs beside other work."""
+        self._buffers.begin(self._key)
 
     def problems(self) -> list[str]:
         """Of what no copy writes: padding, and buffers, which must be as they were loaded."""
@@ -101,19 +109,29 @@ class Hasher:
             index for index, part in enumerate(parts) if part.is_cuda and part.device == device and part.is_contiguous()
         ]
         self._others = sorted(set(range(len(parts))) - set(self._in_place))
-        self._table = None
-        if self._in_place:
-            from functional.engine import nh_triton  # needs Triton, and its users a GPU
+        self._table = _table([parts[index] for index in self._in_place], device) if self._in_place else None
+        self._begun: Tensor | None = None
 
-            self._table = nh_triton.Table([[parts[index]] for index in self._in_place], device)
+    def begin(self, key: nh.Key | None) -> None:
+        """Start to hash what is in place, behind what the stream has to do, for `digests` with this key."""
+        if key is not None and self._table is not None:
+            self._begun = self._table.start(key)
 
     def digests(self, key: nh.Key | None) -> list[str]:
-        """Of each tensor, as it is now; with `key`, or SHA-256."""
+        """Of each tensor, as it is now, or was when that began; with `key`, or SHA-256."""
         if key is None or self._table is None:
             return digests(self._parts, key, self._device)
+        sums = self._table.start(key) if self._begun is None else self._begun
+        self._begun = None
         found = dict(zip(self._others, digests([self._parts[i] for i in self._others], key, self._device), strict=True))
-        found |= zip(self._in_place, self._table.digests(key), strict=True)
+        found |= zip(self._in_place, nh.from_halves(sums), strict=True)
         return [found[index] for index in range(len(self._parts))]
+
+
+def _table(parts: Sequence[Tensor], device: torch.device) -> "nh_triton.Table":
+    from functional.engine import nh_triton  # needs Triton, and its users a GPU
+
+    return nh_triton.Table([[part] for part in parts], device)
 
 
 def differing(plan: Plan, expected: Sequence[str], seen: Sequence[str]) -> list[str]:

@@ -181,6 +181,7 @@ def receive_planned(
                 flying.append(group.start(spreader.buffer(following), intake.arrivals[following].ranks))
             group.follow(flying[index])
             spreader.spread(index)
+        proof.begin()
         meanwhile()
         for pending in flying[-BUFFERS:]:
             group.wait(pending)

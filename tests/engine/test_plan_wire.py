@@ -74,6 +74,10 @@ def device_of(rank: int) -> torch.device:
     return torch.device("cuda", (rank - 1) % count)
 
 
+if TRANSPORT == "nccl":  # there may be more ranks than GPUs
+    os.environ.update({"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"})
+
+
 def new_group(store: Any, rank: int, world: int) -> Group:
     if TRANSPORT == "gloo":
         return GlooGroup(store, rank, world, "127.0.0.1")
@@ -115,6 +119,9 @@ def engine_rank(pipe: Connection, port: int, rank: int, world: int, ranks: int, 
         proof = RankProof(plan, tensors, {"buffer b": buffer}, loaded, device)
         if how == "die" and rank == 2:
             os._exit(1)
+        if how == "stall" and rank == 2:
+            pipe.recv()
+            time.sleep(60)
         while (order := pipe.recv()) != "end":
             if order == "damage":
                 tensors["matrix2"][1, 1] += 1
@@ -273,6 +280,20 @@ def test_a_tensor_of_which_the_engine_takes_a_part_is_refused(fleets: list[Fleet
     with pytest.raises(PlanRefused, match="no plan: odd: the engine takes 2 of its 3 elements"):
         lead_agreement(fleet.group, more, 30)
     assert fleet.answers()[0][:2] == ("PlanRefused", "no plan: odd: the engine takes 2 of its 3 elements")
+
+
+def test_a_rank_that_stalls_ends_the_update_at_its_deadline(fleets: list[Fleet]) -> None:
+    """Also in a proof, where nothing is on the wire and the store answers."""
+    fleet = Fleet(1, 2, how="stall")
+    fleets.append(fleet)
+    agreement = lead_agreement(fleet.group, SLOTS, 30)
+    fleet.order("prove")
+    began = time.monotonic()
+    with pytest.raises(TransferError):
+        prove_sender(fleet.group, agreement, weights(1, device_of(0)), KIND, TIMEOUT_S)
+    assert time.monotonic() - began < TIMEOUT_S + SLACK_S
+    assert fleet.pipes[0].poll(TIMEOUT_S + SLACK_S)
+    assert fleet.pipes[0].recv()[0] in ("TransferError", "TransferTimeout")
 
 
 def test_a_rank_that_dies_ends_the_update_for_all(fleets: list[Fleet]) -> None:

@@ -79,6 +79,7 @@ class FleetRefit:
         self._on_step = on_step
         self._pool = pool or ThreadPoolExecutor(max_workers=len(workers) + 1, thread_name_prefix="refit")
         self._machine = RefitMachine(gate, on_transition)
+        self._announced: tuple[int, Future[Manifest]] | None = None
         self._manifest: Manifest
         self._grouped = False
         self._no_plan: Mapping[str, str] = {}  # tensor → why the group came to no plan
@@ -187,6 +188,7 @@ class FleetRefit:
 
     def _begin(self, version: int, result: RefitResult) -> None:
         self._machine.version, self._machine.attempt = version, 1
+        self._announced = version, self._pool.submit(self._source.metadata, version)
         lost = self.find_lost() if self.state in (State.UNPROVED, State.SERVING) else {}
         if not lost:
             with self._step("warm probe", result):
@@ -226,13 +228,20 @@ class FleetRefit:
                 return
 
     def _attempt(self, version: int, result: RefitResult) -> None:
-        self._manifest = self._source.metadata(version)  # a version that is not held fails before a worker is touched
+        self._manifest = self._metadata(version)  # a version that is not held fails before a worker is touched
         while self.state is not State.SERVING:
             self._actions[self.state](result)
             if self.state is State.PROBING:
                 self.version = result.version = version
                 self._warmed.clear()
             self._machine.fire(Event.DONE)
+
+    def _metadata(self, version: int) -> Manifest:
+        """As asked for when the update began, before admission was shut; asked again by a later attempt."""
+        announced, self._announced = self._announced, None
+        if announced is not None and announced[0] == version:
+            return announced[1].result()
+        return self._source.metadata(version)
 
     def _recover(self, lost: Mapping[int, str], result: RefitResult, following: int | None = None) -> None:
         """Replace the lost workers and forget the group; the machine stands ready for the next attempt, or stopped."""
