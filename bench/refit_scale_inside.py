@@ -18,12 +18,11 @@ from types import SimpleNamespace
 import torch
 
 from functional.engine.nh import Key
-from functional.engine.proof import Proof, TensorProof
+from functional.engine.proof import EngineProof, TensorProof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.fleet.control import WorkerControl
 from functional.runtime.fleet.http_server import HttpServer
 from functional.runtime.fleet.worker import Worker
-from functional.runtime.refit.names import engine_name
 from functional.runtime.refit.probe import PROMPTS, ProbeScore, probe_prompts
 from functional.runtime.refit.transaction import FleetRefit
 from functional.runtime.rollout.client import Limits, RolloutClient
@@ -54,8 +53,11 @@ class AnsweringSource:
     def __init__(self) -> None:
         names = names_of_8b()
         self._manifest = Manifest(tuple(Slot(name, torch.bfloat16, (4096, 4096)) for name in names), packed=True)
-        proofs = {engine_name(name)[0]: TensorProof("bfloat16", (4096, 4096), 2 * 4096**2, "0" * 64) for name in names}
-        self._proof = Proof(Key.draw(), proofs)
+        fused = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"), "gate_proj": "gate_up_proj"}
+        fused["up_proj"] = "gate_up_proj"
+        held = {".".join(fused.get(word, word) for word in name.split(".")) for name in names}
+        proofs = {name: TensorProof("bfloat16", (4096, 4096), 2 * 4096**2, "0" * 64) for name in held}
+        self._proof = EngineProof(Key.draw(), (proofs,))
 
     def metadata(self, version: int) -> Manifest:
         return self._manifest
@@ -69,7 +71,10 @@ class AnsweringSource:
     def send(self, version: int) -> None:
         pass
 
-    def proof(self, version: int) -> Proof:
+    def hear_plans(self, version: int) -> None:
+        pass
+
+    def proof(self, version: int) -> EngineProof:
         return self._proof
 
     def abort(self, reason: str) -> None:

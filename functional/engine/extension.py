@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from functional.engine import cpu_proof, nh
-from functional.engine.proof import Proof, TensorProof, differences, prove_all, refuse
+from functional.engine.plan_trace import trace_plan
+from functional.engine.proof import EngineProof, Proof, TensorProof, differences, prove_all, refuse
 from functional.engine.transports import PROOF_VARIABLE
 
 if TYPE_CHECKING:
@@ -47,26 +48,29 @@ class WorkerExtension:
         if self.weight_transfer_engine is not None:
             self.weight_transfer_engine.received.clear()
 
+    def tell_plan(self) -> None:
+        """Tell the sender, over the transfer group, by which plan this rank takes in its tensors, or why by none."""
+        self.reset_reload()  # what a failed update left would be in the way
+        self.weight_transfer_engine.tell_plan(lambda slots: trace_plan(self.model_runner.model, slots))
+
     def prove_weights(self, expected: dict[str, Any]) -> None:
         """Raise ValueError unless the resident weights are, byte for byte, the expected ones.
 
-        `expected`: `Proof.as_dict`, of each parameter under its name in vLLM's model
-        (`functional.runtime.refit.names`). Every parameter of the model must be named, and no other.
+        `expected`: `EngineProof.as_dict`, of which this rank takes its own part: each parameter under its name in
+        vLLM's model (`functional.runtime.refit.expected`). Every parameter of the model must be named, and no other.
         """
-        if self.parallel_config.world_size != 1:
-            raise NotImplementedError("prove_weights: tensor or pipeline parallel workers are not supported yet")
-        claimed = Proof.parse(expected)
+        rank, world_size = self.parallel_config.rank, self.parallel_config.world_size
+        claimed = EngineProof.parse(expected).of_rank(rank, world_size)
         model = self.model_runner.model
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         _remember_buffers(self)
         problems = differences(claimed.tensors, _parameter_proofs(model, claimed.key))
         problems += _packing_problems(model, claimed)
-        problems += _padding_problems(model)
         loaded = self._loaded_buffers
         problems += differences(loaded.tensors, _buffer_proofs(model, loaded.key))
         problems += _received_twice(self.weight_transfer_engine)
-        refuse(problems, len(claimed.tensors))
+        refuse(problems, len(claimed.tensors), f"rank {rank}: " if world_size > 1 else "")
 
     def exchange_bytes(self, update_info: dict[str, Any]) -> None:
         """Receive as many bytes as the update would have, and leave the weights alone: for benchmarks."""
@@ -89,20 +93,21 @@ def _remember_buffers(worker: WorkerExtension) -> None:
 
 
 def _parameter_proofs(model: nn.Module, key: nh.Key | None) -> dict[str, TensorProof]:
-    """Proof of each parameter, under its first name when several modules share it."""
+    """Proof of each parameter, under its first name when several modules share it; vocabulary padding included."""
     resident: list[tuple[str, list[Tensor]]] = []
-    emptied: dict[str, nn.Module] = {}
+    packed: dict[str, tuple[nn.Module, str]] = {}
     for name, layer, parameter in _parameters(model):
-        if parameter.numel() == 0 and name.endswith("weight"):
-            emptied[name] = layer
+        attribute = name.rpartition(".")[2]
+        if parameter.numel() == 0 or cpu_proof.is_packed_over(layer, attribute):
+            packed[name] = layer, attribute
         else:
-            resident.append((name, [cpu_proof.logical_rows(layer, parameter)]))
-    packed = cpu_proof.packed_proofs(emptied, key)
-    if missing := emptied.keys() - packed.keys():
+            resident.append((name, [parameter]))
+    proofs = cpu_proof.packed_proofs(packed, key)
+    if missing := packed.keys() - proofs.keys():
         raise RuntimeError(
             f"{min(missing)} is packed and was not hashed: is the dynamo_rl_engine plugin loaded (VLLM_PLUGINS)?"
         )
-    return packed | prove_all(resident, key)
+    return proofs | prove_all(resident, key)
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, Tensor]]:
@@ -120,27 +125,18 @@ def _packing_problems(model: nn.Module, claimed: Proof) -> list[str]:
     embedding anew and leaves the head's packed copy as it was.
     """
     names = {id(parameter): name for name, _, parameter in _parameters(model)}
-    doubled: dict[str, nn.Module] = {}
+    doubled: dict[str, tuple[nn.Module, str]] = {}
     wanted: dict[str, str] = {}
     for path, layer in model.named_modules():
         weight = getattr(layer, "weight", None)
         name = names.get(id(weight), "")
         if isinstance(weight, Tensor) and weight.numel() and name in claimed.tensors:
-            doubled[path], wanted[path] = layer, claimed.tensors[name].digest
+            doubled[path], wanted[path] = (layer, "weight"), claimed.tensors[name].digest
     return [
         f"{path}: its packed weight differs, hash {packed.digest[:12]}, expected {wanted[path][:12]}"
         for path, packed in cpu_proof.packed_proofs(doubled, claimed.key).items()
         if packed.digest != wanted[path]
     ]
-
-
-def _padding_problems(model: nn.Module) -> list[str]:
-    problems = []
-    for name, layer, parameter in _parameters(model):
-        rows = cpu_proof.logical_rows(layer, parameter).shape[0] if parameter.ndim else 0
-        if rows < (parameter.shape[0] if parameter.ndim else 0) and parameter[rows:].count_nonzero().item():
-            problems.append(f"{name}: its vocabulary padding is not zero")
-    return problems
 
 
 def _buffer_proofs(model: nn.Module, key: nh.Key | None) -> dict[str, TensorProof]:

@@ -97,6 +97,8 @@ class Group(ABC):
         self._break_lock = threading.Lock()
         self._deadline = math.inf
         self._transfers = 0
+        self.told = 0
+        """How many rounds of telling plans it has had, as those count who take part: part of their keys."""
         self.agreements = 0
         """How many this group has come to, as those count who make them: part of their keys."""
 

@@ -7,7 +7,7 @@ timeout of its own. So an engine returns an error at its deadline, whatever beca
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,10 @@ from vllm.distributed.weight_transfer.base import (
 from functional.engine.gloo import GlooGroup
 from functional.engine.group import Group, join_store, local_address
 from functional.engine.nccl import NcclGroup
+from functional.engine.plan import Plan
+from functional.engine.rank_plans import tell_plan
 from functional.engine.transports import PROOF_VARIABLE
-from functional.engine.wire import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT_S, Manifest, exchange, receive
+from functional.engine.wire import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT_S, Manifest, Slot, exchange, receive
 
 
 @dataclass
@@ -88,6 +90,11 @@ class DeadlineEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.received.update(update_info.names)
         with self._using_group() as group:
             receive(group, update_info.manifest(), load_weights, update_info.timeout_s or self._timeout_s)
+
+    def tell_plan(self, trace: Callable[[Sequence[Slot]], Plan]) -> None:
+        """This rank's part of `rank_plans`."""
+        with self._using_group() as group:
+            tell_plan(group, trace, self.parallel_config.world_size, self._timeout_s)
 
     def exchange(self, update_info: UpdateInfo) -> None:
         """This engine's part of `wire.exchange`."""

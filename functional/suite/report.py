@@ -80,7 +80,8 @@ class Refit(Section):
     attempts: int
     bytes_sent: int
     tensors: int
-    proved: int = Field(description="Engine parameters that each worker has proved.")
+    proved: int = Field(description="Engine parameters that each worker has proved, on all its ranks.")
+    proved_bytes: list[int] = Field(description="Bytes that each rank of a worker has proved.")
     phases: dict[str, float] = Field(description="Seconds by name, of the last attempt.")
     probes: list[ProbeVerdict]
     replaced: list[Replacement]

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from functional.engine.wire import Manifest
-from functional.runtime.refit.names import NamedTensors
+from functional.runtime.refit.expected import NamedTensors
 from functional.runtime.refit.source import LocalWeights
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from functional.engine.errors import NOT_PROVED
-from functional.engine.proof import Proof, TensorProof
+from functional.engine.proof import EngineProof, TensorProof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.errors import RefitError, RolloutError, RunError
 from functional.runtime.fleet.control import ControlError, WorkerLostError, rpc_body
@@ -163,11 +163,16 @@ class World:
     def connect(self, address: str, port: int, world_size: int) -> None:
         self.alive()
 
-    def proof(self, version: int) -> Proof:
+    def hear_plans(self, version: int) -> None:
+        self.alive()
+        if self.chooser.pick(["ok", "fails"]) == "fails":
+            raise RefitError("a rank has no plan")
+
+    def proof(self, version: int) -> EngineProof:
         self.alive()
         if self.chooser.pick(["ok", "fails"]) == "fails":
             raise RefitError("the hashing failed")
-        return Proof(None, {"w": TensorProof("bfloat16", (1,), 2, str(version))})
+        return EngineProof(None, ({"w": TensorProof("bfloat16", (1,), 2, str(version))},))
 
     def send(self, version: int) -> None:
         self.assert_sound()
@@ -256,7 +261,7 @@ class FakeControl:
             self.require(engine.loading, "no reload is under way")
             engine.loading, engine.weights = False, engine.incoming
         elif what == "prove_weights":
-            claimed = body["expected"]["tensors"]["w"]["digest"]
+            claimed = body["expected"]["ranks"][0]["w"]["digest"]
             self.require(str(engine.weights) == claimed, NOT_PROVED)
         if what in ("pause_generation", "flush_cache") and outcome != "silent":
             engine.cache.clear()

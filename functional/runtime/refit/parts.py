@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from functional.engine.proof import Proof
+from functional.engine.proof import EngineProof
 from functional.engine.wire import Manifest
 from functional.runtime.errors import RefitError
 from functional.runtime.fleet.worker import Worker
@@ -36,7 +36,12 @@ class WeightSource(Protocol):
     def send(self, version: int) -> None:
         """Send every tensor. Has its own deadline."""
 
-    def proof(self, version: int) -> Proof:
+    def hear_plans(self, version: int) -> None:
+        """Learn, beside the workers' `tell_plan`, which parts of the tensors each rank of an engine holds.
+
+        Raises RefitError, by tensor, where that cannot be said, or where some part is held by no rank."""
+
+    def proof(self, version: int) -> EngineProof:
         """What an engine with this version's weights holds, sent before or not. Has its own deadline.
 
         A key is drawn in each call, so a call after the workers have finished draws it after their last copy.
@@ -93,7 +98,8 @@ class Replacement:
 class RefitResult:
     """What an update did. `asked` and `version` differ after a return to the version before.
 
-    phases: seconds by name, of the last attempt; probes: one verdict a worker.
+    proved: parameters of a worker, all ranks together; proved_bytes: of each rank. phases: seconds by name, of the last
+    attempt; probes: one verdict a worker.
     """
 
     asked: int
@@ -102,6 +108,7 @@ class RefitResult:
     bytes_sent: int = 0
     tensors: int = 0
     proved: int = 0
+    proved_bytes: list[int] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
     probes: list[ProbeVerdict] = field(default_factory=list)
     replaced: list[Replacement] = field(default_factory=list)

@@ -10,11 +10,13 @@ from functional.engine.errors import TransferError
 from functional.engine.gloo import GlooGroup
 from functional.engine.group import Group, Rendezvous
 from functional.engine.nccl import NcclGroup
-from functional.engine.proof import Proof
+from functional.engine.plan import Plan, PlanRefused
+from functional.engine.proof import EngineProof
+from functional.engine.rank_plans import hear_plans
 from functional.engine.transports import BACKENDS, PROOFS, ProofKind
 from functional.engine.wire import DEFAULT_TIMEOUT_S, Manifest, Slot, exchange, send
 from functional.runtime.errors import RefitError
-from functional.runtime.refit.names import ExpectedProof, NamedTensors
+from functional.runtime.refit.expected import ExpectedProof, NamedTensors, check_coverage
 from functional.runtime.refit.probe import ProbeScore
 from functional.runtime.rollout.completion import Completion
 
@@ -51,6 +53,7 @@ class LocalWeights:
         self._device = device
         self._timeout_s = timeout_s
         self._proof: ProofKind = proof or PROOFS[transport]
+        self._plans: list[Plan] | None = None
         self._sender: Sender | None = None
         self._sent: tuple[int, ExpectedProof] | None = None
 
@@ -69,10 +72,20 @@ class LocalWeights:
 
             nh_triton.check(torch.device(self._device))
 
+    def hear_plans(self, version: int) -> None:
+        slots = tuple(self._layout(version))
+        try:
+            plans = self._with_sender(lambda sender: sender.hear_plans(slots))
+            tied = getattr(self._config, "tie_word_embeddings", False)
+            check_coverage(plans, slots, frozenset({"lm_head.weight"} if tied else ()))
+        except PlanRefused as refused:
+            raise RefitError(f"the weights cannot be proved: {refused}") from refused
+        self._plans = plans
+
     def send(self, version: int) -> None:
         self._send(version, self.metadata(version), self._weights(version))
 
-    def proof(self, version: int) -> Proof:
+    def proof(self, version: int) -> EngineProof:
         with self._expected(version) as expected:
             check = (lambda: None) if self._sender is None else self._sender.check
             try:
@@ -123,7 +136,9 @@ class LocalWeights:
         return expected
 
     def _new_expected(self) -> ExpectedProof:
-        return ExpectedProof(self._config, self._proof, torch.device(self._device))
+        if self._plans is None:
+            raise RefitError("trainer: what the engines hold is not known, call hear_plans first")
+        return ExpectedProof(self._plans, self._proof, torch.device(self._device))
 
     def _forget_sent(self) -> None:
         if self._sent is not None:
@@ -185,6 +200,10 @@ class Sender:
         broken.
         """
         send(self._connected(), manifest, named, self._timeout_s)
+
+    def hear_plans(self, slots: Sequence[Slot]) -> list[Plan]:
+        """The plans of an engine's ranks, beside the workers' `tell_plan`. Raises as `rank_plans.hear_plans` does."""
+        return hear_plans(self._connected(), slots, self._timeout_s)
 
     def exchange(self, manifest: Manifest) -> None:
         """Rank 0's part of `wire.exchange`."""

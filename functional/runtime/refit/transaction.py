@@ -259,6 +259,9 @@ class FleetRefit:
         if not self._grouped:
             with self._step("form group", result):
                 self._form_group()
+            with self._step("plan", result):
+                self._hear_plans()
+            self._grouped = True
         with self._step("start", result):
             self._on_all(self._rpc("reset_reload"))
             self._on_all(self._rpc("start_weight_update", is_checkpoint_format=True))
@@ -271,7 +274,7 @@ class FleetRefit:
         with self._step("prove", result):
             proof = self._source.proof(self._target)
             self._on_all(self._rpc("prove_weights", expected=proof.as_dict()))
-            result.proved = len(proof.tensors)
+            result.proved, result.proved_bytes = proof.parameters, proof.nbytes
 
     def _clear(self, result: RefitResult) -> None:
         with self._step("clear", result):
@@ -368,7 +371,11 @@ class FleetRefit:
 
         self._beside(joined, join)
         joined.result()
-        self._grouped = True
+
+    def _hear_plans(self) -> None:
+        heard = self._pool.submit(self._source.hear_plans, self._target)
+        self._beside(heard, self._rpc("tell_plan", self._timeout_s + GRACE_S))
+        heard.result()
 
     def _transfer(self) -> None:
         update_info = {**self._manifest.info(), "timeout_s": self._timeout_s}
