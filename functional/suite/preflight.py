@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.errors import ConfigError
-from functional.runtime.recipe.architectures import find_model_problem, longest_context
+from functional.runtime.recipe.architectures import find_model_problem, longest_context, read_config
 from functional.runtime.recipe.load import load_recipe
 from functional.runtime.recipe.model import GenerationConfig, Recipe, UnreadKeyError
 from functional.runtime.recipe.options import VLLM_CFG
 from functional.runtime.recipe.paths import find_file_problem, is_folder
-from functional.runtime.recipe.rules import BUILTIN_DATA, RULES, Problem
+from functional.runtime.recipe.rules import BUILTIN_DATA, RULES, Problem, layout_problems
 from functional.suite.data import DataRecord, check_count, measure, read_data
 from functional.suite.models import ARITHMETIC, ARITHMETIC_DIR, find_tokenizer
+from functional.suite.shapes import MADE, SHAPES
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def prepare(path: Path, overrides: list[str]) -> Prepared:
     Raises ConfigError as `load_recipe` does; it names what is wrong with the model's tokenizer and with the data too.
     """
     rule = DataRule()
-    recipe = load_recipe(path, overrides, rules=(*RULES, _context, rule))
+    recipe = load_recipe(path, overrides, rules=(*RULES, _builtin_layout, _context, rule))
     if rule.data is None:  # the file was there when the runtime's rule looked, and gone when ours did
         raise ConfigError(f"data.dataset_name={recipe.data.dataset_name!r}: no such file")
     return Prepared(recipe, rule.tokenizer, rule.data)
@@ -83,6 +84,15 @@ def _count(record: DataRecord, prompts: int) -> Iterator[Problem]:
         check_count(record, prompts)
     except ConfigError as error:
         yield _problem("grpo.num_prompts_per_step", prompts, error)
+
+
+def _builtin_layout(recipe: Recipe) -> Iterator[Problem]:
+    """As the runtime judges a model's folder, of a model that is made on the spot."""
+    name = recipe.policy.model_name
+    if name in MADE:
+        yield from layout_problems(recipe, SHAPES[MADE[name]].as_config())
+    elif name == ARITHMETIC:
+        yield from layout_problems(recipe, read_config(ARITHMETIC_DIR / "config.json"))
 
 
 def _context(recipe: Recipe) -> Iterator[Problem]:

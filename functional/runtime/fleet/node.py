@@ -95,7 +95,8 @@ class NodeOwner:
         """Launch the node's workers; returns where each will serve."""
         self._ports = PortRange(node.address)
         interface = interface_name(node.address) or LOOPBACK_INTERFACE
-        below = collective_variables(interface) | worker_defaults(settings.recipe.cluster.device, len(node.engines))
+        ranks = len(node.engines) * settings.recipe.devices_per_engine
+        below = collective_variables(interface) | worker_defaults(settings.recipe.cluster.device, ranks)
         below |= inherited
         above = dict(control_plane) | node_variables(node.address, stream_interface(node.address))
         for index, devices in zip(node.engines, self._devices(settings, len(node.engines)), strict=True):

@@ -199,15 +199,15 @@ def frontend_variables(arguments: FrontendArgs, stream_port: int, system_port: i
     }
 
 
-def worker_defaults(device: str, workers: int) -> dict[str, str]:
+def worker_defaults(device: str, ranks: int) -> dict[str, str]:
     """What an engine gets where neither caller nor recipe says otherwise.
 
-    On CPU its threads: the cores divided among the workers, as engines that together have more threads than cores wait
-    for each other. On a GPU no FlashInfer sampler: vLLM samples with it only where no log-probs are asked for, which
-    rollouts always are, but would compile it at the start.
+    On CPU its threads: the cores divided among the ranks of all engines, as processes that together have more threads
+    than cores wait for each other. On a GPU no FlashInfer sampler: vLLM samples with it only where no log-probs are
+    asked for, which rollouts always are, but would compile it at the start.
     """
     if device == "cpu":
-        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers))}
+        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     return {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
