@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from functional.engine.plan import Copy, Target, View, make_plan
 from functional.engine.wire import Manifest
 from functional.suite.send_faults import FaultyWeights, SendFault, tampered
 
-QWEN = SimpleNamespace(architectures=["Qwen3ForCausalLM"])
+CONFIG = SimpleNamespace(tie_word_embeddings=False)
 
 
 def named():
@@ -45,14 +46,25 @@ def test_skip_and_twice():
 
 
 def source():
-    made = FaultyWeights(lambda v: layout(), lambda v: named(), None, QWEN, transport="gloo", device="cpu", timeout_s=1)
+    made = FaultyWeights(
+        lambda v: layout(), lambda v: named(), None, CONFIG, transport="gloo", device="cpu", timeout_s=1
+    )
     made._with_sender = lambda act: act(made.wire)
     made.wire = Wire()
+    made.hear_plans(1)
     return made
 
 
 class Wire:
-    """A sender that keeps what it is given."""
+    """A sender that keeps what it is given, to an engine of one rank that holds the tensors as they are."""
+
+    def hear_plans(self, slots):
+        targets, copies = [], []
+        for slot in slots:
+            own = View(0, slot.shape, tuple(torch.empty(slot.shape).stride()))
+            targets.append(Target(slot.name, slot.dtype, slot.shape, own.strides))
+            copies.append(Copy(slot.name, own, slot.name, own))
+        return [make_plan(slots, targets, copies)]
 
     def send(self, tensors, manifest):
         self.packed = manifest.packed
