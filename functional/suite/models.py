@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.errors import ConfigError
+from functional.runtime.recipe.architectures import read_config
 from functional.runtime.recipe.paths import is_folder
 from functional.suite.shapes import MADE, SHAPES
 from functional.suite.sums import check_sums
@@ -42,6 +43,13 @@ def find_model(name: str, run_dir: Path, say: Callable[[str], None]) -> Path:
             f"policy.model_name={name!r}: not a local directory, and no hub copy can be had "
             f"({type(error).__name__}); built in are {', '.join(BUILTIN)}"
         ) from error
+
+
+def known_config(name: str) -> dict[str, Any]:
+    """What is known of the model's config.json before a run; empty for a hub model, and for a folder without one."""
+    if name in MADE:
+        return SHAPES[MADE[name]].as_config()
+    return read_config((ARITHMETIC_DIR if name == ARITHMETIC else Path(name)) / "config.json")
 
 
 def find_tokenizer(name: str) -> Any | None:

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.errors import ConfigError
-from functional.runtime.recipe.architectures import find_model_problem, longest_context, read_config
+from functional.runtime.recipe.architectures import find_model_problem, longest_context
 from functional.runtime.recipe.load import load_recipe
 from functional.runtime.recipe.model import GenerationConfig, Recipe, UnreadKeyError
 from functional.runtime.recipe.options import VLLM_CFG
 from functional.runtime.recipe.paths import find_file_problem, is_folder
 from functional.runtime.recipe.rules import BUILTIN_DATA, RULES, Problem, layout_problems
 from functional.suite.data import DataRecord, check_count, measure, read_data
-from functional.suite.models import ARITHMETIC, ARITHMETIC_DIR, find_tokenizer
-from functional.suite.shapes import MADE, SHAPES
+from functional.suite.models import ARITHMETIC, ARITHMETIC_DIR, BUILTIN, find_tokenizer, known_config
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,8 @@ def _count(record: DataRecord, prompts: int) -> Iterator[Problem]:
 
 def _builtin_layout(recipe: Recipe) -> Iterator[Problem]:
     """As the runtime judges a model's folder, of a model that is made on the spot."""
-    name = recipe.policy.model_name
-    if name in MADE:
-        yield from layout_problems(recipe, SHAPES[MADE[name]].as_config())
-    elif name == ARITHMETIC:
-        yield from layout_problems(recipe, read_config(ARITHMETIC_DIR / "config.json"))
+    if recipe.policy.model_name in BUILTIN:
+        yield from layout_problems(recipe, known_config(recipe.policy.model_name))
 
 
 def _context(recipe: Recipe) -> Iterator[Problem]:

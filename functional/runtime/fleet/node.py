@@ -147,11 +147,12 @@ class NodeOwner:
         return address
 
     def _devices(self, settings: FleetSettings, engines: int) -> list[tuple[str, ...]]:
-        """GPUs that Ray reserved here, by worker; none where there is no GPU, or one that the trainer has too."""
+        """GPUs by worker: those that Ray reserved here, or the machine's first where the trainer shares the first of
+        them; none on CPU."""
         recipe, size = settings.recipe, settings.recipe.devices_per_engine
-        if recipe.cluster.device == "cpu" or recipe.cluster.share_gpu:
+        if recipe.cluster.device == "cpu":
             return [()] * engines
-        ids = list(map(str, ray.get_gpu_ids()))
+        ids = list(map(str, range(engines * size) if recipe.cluster.share_gpu else ray.get_gpu_ids()))
         return [tuple(ids[number * size : (number + 1) * size]) for number in range(engines)]
 
 

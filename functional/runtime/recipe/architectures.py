@@ -61,6 +61,10 @@ class Layout:
     pipeline: int
     expert: int
 
+    def __str__(self) -> str:
+        named = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
+        return " × ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one device"
+
     @property
     def ranks(self) -> int:
         return self.tensor * self.pipeline

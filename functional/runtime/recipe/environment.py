@@ -65,7 +65,8 @@ WORKER_VARIABLES: dict[str, Callable[[WorkerSite], str | None]] = {
 """What the runtime gives each worker; None where it sets nothing."""
 
 SHARED_GPU = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
-"""Variables of trainer and worker when both are NCCL ranks on one GPU (needs NCCL 2.30.7)."""
+"""Variables of trainer and workers when the first GPU has an NCCL rank of both (needs NCCL 2.30.7); a worker's devices
+are its own."""
 
 NEVER_SET = frozenset(
     {
@@ -128,7 +129,7 @@ def inherited_environment() -> dict[str, str]:
 def worker_variables(site: WorkerSite) -> dict[str, str]:
     """What the runtime manages of one worker's environment."""
     made = {name: value for name, make in WORKER_VARIABLES.items() if (value := make(site)) is not None}
-    return made | SHARED_GPU if site.recipe.cluster.share_gpu and not site.is_on_cpu else made
+    return SHARED_GPU | made if site.recipe.cluster.share_gpu and not site.is_on_cpu else made
 
 
 def _control_timeout_s(site: WorkerSite) -> float:

@@ -208,7 +208,7 @@ class LossConfig(OpenSection):
 
 
 class ClusterConfig(Section):
-    """`cluster`: `share_gpu` puts trainer and worker on one device, a test topology only."""
+    """`cluster`: `share_gpu` puts the trainer on the first of the engines' devices, a test topology only."""
 
     gpus_per_node: int = Field(2, ge=1)
     num_nodes: int = Field(1, ge=1)
