@@ -1,6 +1,9 @@
 """A real vLLM engine of two ranks: each is proved, none answers for another, and the engine dies with any of them."""
 
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from test_vllm_refit import expected, learn, refit
+from test_vllm_refit import expected, join, learn, refit
 
 from functional.engine.plan import Plan
 from functional.engine.transports import BACKENDS, PROOF_VARIABLE
@@ -70,6 +73,37 @@ def test_a_refit_reaches_both_ranks(two_ranks: Any, of_ranks: list[Plan], versio
     refit(two_ranks, versions[1], RANKS, change=["flip", "model.layers.1.mlp.down_proj.weight"])
     with pytest.raises(Exception, match=r"rank 1: weights not proved, 1 problem"):
         prove(two_ranks, expected(of_ranks, versions[1]))
+
+
+def test_a_trainer_of_two_ranks_gathers_once_an_update(two_ranks: Any, versions: list[Path], tmp_path: Path) -> None:
+    """FSDP2 over gloo: what the ranks of the engine hold afterwards is the trainer's whole weights."""
+    program, store = Path(__file__).with_name("fsdp_trainer.py"), tmp_path / "store"
+    trainers = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(versions[0]), str(rank), "2", str(store), str(RANKS)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert trainers[0].stdout is not None
+        hello = json.loads(trainers[0].stdout.readline())
+        join(two_ranks, hello["port"], RANKS)
+        two_ranks.collective_rpc("tell_plan")
+        for passes in (1, 2):
+            two_ranks.collective_rpc("reset_reload")
+            two_ranks.collective_rpc("start_weight_update", kwargs={"is_checkpoint_format": True})
+            two_ranks.collective_rpc("update_weights", kwargs={"update_info": hello["info"]})
+            two_ranks.collective_rpc("finish_weight_update")
+            answer = json.loads(trainers[0].stdout.readline())
+            assert answer["passes"] == passes
+            prove(two_ranks, answer["proof"])
+        assert [trainer.wait(30) for trainer in trainers] == [0, 0]
+    finally:
+        for trainer in trainers:
+            trainer.kill()
+            trainer.wait()
 
 
 def test_the_engine_dies_with_one_of_its_ranks(two_ranks: Any) -> None:
