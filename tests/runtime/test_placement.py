@@ -1,5 +1,7 @@
 """Which node of a run holds what, and that Ray's nodes are refused where they do not fit."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from functional.runtime.errors import ConfigError
@@ -114,3 +116,37 @@ def test_a_bundle_for_the_trainer_and_one_for_the_engines_of_each_node(load):
         (4, ["node:10.0.0.2"]),
     ]
     assert places == [(0, 1), (-1, 2)]
+
+
+@pytest.fixture
+def four_bundles(tmp_path):
+    """A placement group of four bundles of one virtual device each, on this machine."""
+    import ray
+    from ray.util.placement_group import placement_group
+
+    ray.init(address="local", num_cpus=2, num_gpus=5, include_dashboard=False, log_to_driver=False)
+    try:
+        group = placement_group([{"GPU": 1}] * 4)
+        assert group.wait(30)
+        yield group
+    finally:
+        ray.shutdown()
+
+
+def test_engines_over_bundles_of_one_device_each(load, four_bundles):
+    recipe = load("G.vllm_cfg.tensor_parallel_size=2", "cluster.device=cuda")
+    with pytest.raises(ConfigError, match=r"3 bundles for 2 engine\(s\) of 2 device\(s\): give 4"):
+        placement.place_in_bundles(recipe, four_bundles, [0, 1, 2])
+    address, nodes = placement.place_in_bundles(recipe, four_bundles, [2, 3, 0, 1])
+    ((node,), told) = nodes, placement.ray.get([_gpu_of(four_bundles, bundle) for bundle in (2, 3, 0, 1)])
+    assert (address, node.engines, node.is_drivers, node.has_trainer) == ("127.0.0.1", (0, 1), True, False)
+    settings = SimpleNamespace(recipe=recipe)
+    shares = placement.ray.get(node.owner.__ray_call__.remote(lambda owner: owner._devices(settings, 2)))
+    assert shares == [tuple(told[:2]), tuple(told[2:])]
+    assert len(set(told)) == 4
+
+
+def _gpu_of(group, bundle):
+    strategy = placement.PlacementGroupSchedulingStrategy(group, bundle)
+    task = placement.ray.remote(num_cpus=0, num_gpus=1)(lambda: str(placement.ray.get_gpu_ids()[0]))
+    return task.options(scheduling_strategy=strategy).remote()

@@ -66,7 +66,9 @@ class NodeOwner:
     Its calls run side by side. When it ends, however that may be, its workers' guards end them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, devices: tuple[str, ...] | None = None) -> None:
+        """devices: the workers' GPUs; those that Ray reserved for this actor, if not given."""
+        self._given = devices
         self._workers: dict[int, WorkerProcess] = {}
         self._servers: dict[int, HttpServer] = {}
         self._ports: PortRange | None = None
@@ -147,12 +149,13 @@ class NodeOwner:
         return address
 
     def _devices(self, settings: FleetSettings, engines: int) -> list[tuple[str, ...]]:
-        """GPUs by worker: those that Ray reserved here, or the machine's first where the trainer shares the first of
-        them; none on CPU."""
+        """GPUs by worker: of this owner's own, or the machine's first where the trainer shares the first of them; none
+        on CPU."""
         recipe, size = settings.recipe, settings.recipe.devices_per_engine
         if recipe.cluster.device == "cpu":
             return [()] * engines
-        ids = list(map(str, range(engines * size) if recipe.cluster.share_gpu else ray.get_gpu_ids()))
+        own = ray.get_gpu_ids() if self._given is None else self._given
+        ids = list(map(str, range(engines * size) if recipe.cluster.share_gpu else own))
         return [tuple(ids[number * size : (number + 1) * size]) for number in range(engines)]
 
 
