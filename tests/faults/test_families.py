@@ -23,18 +23,11 @@ LAYOUTS = {
     "pipeline": (f"{GENERATION}.vllm_cfg.pipeline_parallel_size=2", *TWO),
 }
 SMALL = sorted(name for name, shape in MADE.items() if shape.endswith("-small"))
-IN_CI = ("builtin:random-qwen3-moe", "tensor")
-"""The one in which most can go wrong: experts that transformers fuses, fewer KV heads than ranks, padding."""
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        pytest.param(model, layout, marks=[] if (model, layout) == IN_CI else pytest.mark.full)
-        for model in SMALL
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", SMALL)
 def test_two_steps_are_proved(model, layout, tmp_path):
     out = tmp_path / "out"
     overrides = [f"policy.model_name={model}", *LEARNING, *LAYOUTS[layout]]
