@@ -3,14 +3,14 @@
 #
 #   COMMAND='bash ci/gpu_ranks.sh tensor-2 two-engines' DEADLINE_S=560 CARRY=.carry OUT=/tmp/out bash ci/gpu_run.sh
 #
-# Names: tensor-2, pipeline-2, two-engines, experts-small, experts, rank-faults; all of them without one. `experts` needs
-# a pack with EXPERTS=1 (ci/gpu_pack.sh). Each has EACH_S (270) seconds. RESULTS (/tmp/out/ranks) takes a folder for
+# Names: tensor-2, pipeline-2, two-engines, experts-small, experts, rank-faults; all of them without one. Both with experts
+# need a pack with EXPERTS=1 (ci/gpu_pack.sh). Each has EACH_S (270) seconds. RESULTS ($OUT/ranks) takes a folder for
 # each: report.json, run.log and the logs. Exit status: 1 when one failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
 recipe=functional/recipes/grpo_gpu.yaml
-results=${RESULTS:-/tmp/out/ranks}
+results=${RESULTS:-${OUT:-/tmp/out}/ranks}
 each_s=${EACH_S:-270}
 generation=policy.generation
 two_gpus=(cluster.share_gpu=true cluster.gpus_per_node=3 "$generation.colocated.resources.gpus_per_node=2")
