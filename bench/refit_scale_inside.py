@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import torch
 
 from functional.engine.plan_wire import Verdict
-from functional.engine.proof import Proof
+from functional.engine.proof import EngineProof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.fleet.control import WorkerControl
 from functional.runtime.fleet.http_server import HttpServer
@@ -67,7 +67,7 @@ class AnsweringSource:
         return {}
 
     def send_by_plan(self, version: int) -> Verdict:
-        return Verdict([], len(self._manifest.slots), 0.0, 0.0)
+        return Verdict([], len(self._manifest.slots), [self._manifest.nbytes], 0.0, 0.0)
 
     def prove_by_plan(self, version: int) -> Verdict:
         raise NotImplementedError
@@ -75,7 +75,7 @@ class AnsweringSource:
     def send(self, version: int) -> None:
         raise NotImplementedError
 
-    def proof(self, version: int) -> Proof:
+    def proof(self, version: int) -> EngineProof:
         raise NotImplementedError
 
     def abort(self, reason: str) -> None:

@@ -5,7 +5,7 @@
 #   bash ci/gpu_pack.sh            writes .carry/part00, part01, …
 #
 # UV (uv) installs; CARRY (.carry) takes the parts; PART_BYTES (56000000) is the size of one; the first
-# has zstd beside it, and the working tree travels too.
+# has zstd beside it, and the working tree travels too. EXPERTS=1 keeps the kernels for mixtures of experts, 40 MB.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -46,7 +46,8 @@ fetch_etcd() {
 # Half of the bytes are kernels for older chips and for mixtures of experts (Hopper takes FlashAttention 3), and tests.
 drop_unused() {
   local site=$work/root/site
-  rm -rf "${site:?}/bin" "$site"/vllm/_moe_C.abi3.so "$site"/vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so \
+  [ -n "${EXPERTS:-}" ] || rm "$site"/vllm/_moe_C.abi3.so
+  rm -rf "${site:?}/bin" "$site"/vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so \
     "$site"/ray/{rllib,dashboard/client} "$site"/pycountry/locales
   find "$site"/{sympy,networkx,numba,llvmlite} -type d -name tests -prune -exec rm -rf {} +
   find "$site" -type d -name __pycache__ -prune -exec rm -rf {} +

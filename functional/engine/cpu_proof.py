@@ -1,68 +1,89 @@
-"""Proof for vLLM's CPU layers, which pack their weight into a oneDNN handle and then drop it.
+"""Proof for vLLM's CPU layers, which pack their weight into a oneDNN handle and then drop it, or pack experts in place.
 
-What the proof needs is taken in vLLM's own packing function, of the very tensor that is packed, just before; at every
-layer's first load from disk and at every reload. For SHA-256 that is the hash. The keyed hash has no key yet, so there
+What the proof needs is taken where vLLM packs, of the very tensor that is packed, just before; at every layer's first
+load from disk and at every reload. For SHA-256 that is the hash. The keyed hash has no key yet, so there
 the bytes themselves are kept, for as long as the layer is packed with them: packed weights are then held twice.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from functional.engine import nh
+from functional.engine import cpu_resident, nh
 from functional.engine.proof import TensorProof, prove_all, prove_tensor
 from functional.engine.transports import PROOF_VARIABLE
 
-_packed: "WeakKeyDictionary[torch.nn.Module, TensorProof | Tensor]" = WeakKeyDictionary()
+_packed: "WeakKeyDictionary[nn.Module, dict[str, TensorProof | Tensor]]" = WeakKeyDictionary()
+"""Layer → parameter's attribute → what was taken of it last."""
+_EXPERTS = ("w13_weight", "w2_weight")
+_MARK = "hashes_before_packing"
 
 
 def install() -> None:
-    """Wrap the function through which vLLM's CPU layers pack. Does nothing the second time."""
+    """Wrap the functions through which vLLM's CPU layers pack. Does nothing the second time."""
+    if is_installed():
+        return
     from vllm.model_executor.layers import utils
 
-    original = utils.dispatch_cpu_unquantized_gemm
-    if getattr(original, "hashes_before_packing", False):
-        return
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+    experts = _experts_method()
+    process = experts.process_weights_after_loading
 
-    def dispatch_cpu_unquantized_gemm(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        _packed.pop(layer, None)
-        weight = layer.weight
-        if isinstance(weight, Tensor) and not weight.is_meta:
-            _packed[layer] = _taken(logical_rows(layer, weight))
-        original(layer, *args, **kwargs)
+    def dispatch_cpu_unquantized_gemm(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if not cpu_resident.is_wanted():
+            _take(layer, ("weight",))
+        dispatch(layer, *args, **kwargs)
 
-    setattr(dispatch_cpu_unquantized_gemm, "hashes_before_packing", True)  # noqa: B010 (a function has no such field to mypy)
+    def process_weights_after_loading(self: Any, layer: nn.Module) -> None:
+        _take(layer, _EXPERTS)
+        process(self, layer)
+
+    setattr(dispatch_cpu_unquantized_gemm, _MARK, True)
+    setattr(process_weights_after_loading, _MARK, True)
     utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
+    experts.process_weights_after_loading = process_weights_after_loading
 
 
 def is_installed() -> bool:
     from vllm.model_executor.layers import utils
 
-    return getattr(utils.dispatch_cpu_unquantized_gemm, "hashes_before_packing", False)
+    wrapped = (utils.dispatch_cpu_unquantized_gemm, _experts_method().process_weights_after_loading)
+    return all(getattr(function, _MARK, False) for function in wrapped)
 
 
-def packed_proofs(layers: Mapping[str, torch.nn.Module], key: nh.Key | None) -> dict[str, TensorProof]:
-    """By name, proofs of the weights that these layers packed last; layers that pack nothing are left out.
+def is_packed_over(layer: nn.Module, attribute: str) -> bool:
+    """Whether what the layer holds under this name is its packed form."""
+    return attribute in _EXPERTS and layer in _packed
+
+
+def packed_proofs(places: Mapping[str, tuple[nn.Module, str]], key: nh.Key | None) -> dict[str, TensorProof]:
+    """By name, proofs of the weights that these layers packed last; those that were not packed are left out.
 
     Raises RuntimeError where this engine kept what the other kind of proof needs.
     """
-    taken = {name: _packed[layer] for name, layer in layers.items() if layer in _packed}
-    proofs = {name: one for name, one in taken.items() if isinstance(one, TensorProof)}
-    kept = {name: one for name, one in taken.items() if isinstance(one, Tensor)}
+    found = {name: _packed.get(layer, {}).get(attribute) for name, (layer, attribute) in places.items()}
+    proofs = {name: one for name, one in found.items() if isinstance(one, TensorProof)}
+    kept = {name: one for name, one in found.items() if isinstance(one, Tensor)}
     if proofs if key else kept:
         kept_for, asked = ("sha256", "nh") if key else ("nh", "sha256")
         raise RuntimeError(f"packed weights were kept for {kept_for}: start the engine with {PROOF_VARIABLE}={asked}")
     return proofs | prove_all(((name, [weight]) for name, weight in kept.items()), key)
 
 
-def logical_rows(layer: torch.nn.Module, weight: Tensor) -> Tensor:
-    """The weight without the rows that vLLM pads a vocabulary with."""
-    rows = getattr(layer, "org_vocab_size", None)
-    return weight if rows is None else weight[:rows]
+def _take(layer: nn.Module, attributes: Iterable[str]) -> None:
+    _packed.pop(layer, None)
+    weights = {attribute: getattr(layer, attribute) for attribute in attributes}
+    if all(isinstance(weight, Tensor) and weight.device.type == "cpu" for weight in weights.values()):
+        _packed[layer] = {attribute: _taken(weight) for attribute, weight in weights.items()}
+
+
+def _experts_method() -> Any:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    return UnquantizedFusedMoEMethod
 
 
 def _taken(weight: Tensor) -> TensorProof | Tensor:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from functional.engine import cpu_proof, nh
-from functional.engine.plan import Plan, PlanRefused
+from functional.engine.plan import Learned
 from functional.engine.planned import buffers_of, learn_plan
-from functional.engine.proof import Proof, TensorProof, differences, prove_all, refuse
+from functional.engine.proof import EngineProof, Proof, TensorProof, differences, prove_all, refuse
 from functional.engine.transports import PROOF_VARIABLE
 from functional.engine.wire import Manifest
 
@@ -34,7 +34,7 @@ class WorkerExtension:
         _weight_update_active: bool
         _is_checkpoint_format: bool
         _loaded_buffers: Proof
-        _learned: tuple[str, Plan | PlanRefused]
+        _learned: tuple[str, Learned]
 
     def reset_reload(self) -> None:
         """Bring the worker to where an update can start, whatever became of the last one. Called before every start.
@@ -54,36 +54,34 @@ class WorkerExtension:
     def prove_weights(self, expected: dict[str, Any]) -> None:
         """Raise ValueError unless the resident weights are, byte for byte, the expected ones.
 
-        `expected`: `Proof.as_dict`, of each parameter under its name in vLLM's model
-        (`functional.runtime.refit.names`). Every parameter of the model must be named, and no other.
+        `expected`: `EngineProof.as_dict`, of which this rank takes its own part: each parameter under its name in
+        vLLM's model (`functional.runtime.refit.expected`). Every parameter of the model must be named, and no other.
         """
-        if self.parallel_config.world_size != 1:
-            raise NotImplementedError("prove_weights: tensor or pipeline parallel workers are not supported yet")
-        claimed = Proof.parse(expected)
+        rank, world_size = self.parallel_config.rank, self.parallel_config.world_size
+        claimed = EngineProof.parse(expected).of_rank(rank, world_size)
         model = self.model_runner.model
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         _remember_buffers(self)
         problems = differences(claimed.tensors, _parameter_proofs(model, claimed.key))
         problems += _packing_problems(model, claimed)
-        problems += _padding_problems(model)
         loaded = self._loaded_buffers
         problems += differences(loaded.tensors, _buffer_proofs(model, loaded.key))
         problems += _received_twice(self.weight_transfer_engine)
-        refuse(problems, len(claimed.tensors))
+        refuse(problems, len(claimed.tensors), f"rank {rank}: " if world_size > 1 else "")
 
     def learn_plan(self, timeout_s: float) -> None:
-        """Learn how the sender's tensors become this rank's parameters, and agree on updates by plan, or on none.
+        """Learn how the sender's tensors become this rank's parameters, tell it, and agree on how updates are made.
 
         Called once a transfer group, before its first update; weights may be random afterwards.
         """
         self.reset_reload()
 
-        def learn(manifest: Manifest) -> Plan | PlanRefused:
+        def learn(manifest: Manifest) -> Learned:
             known = getattr(self, "_learned", None)
             if known is None or known[0] != manifest.digest():
-                plan = learn_plan(self.model_runner.model, self.model_config, manifest, self.device)
-                known = self._learned = manifest.digest(), plan
+                learned = learn_plan(self.model_runner.model, self.model_config, manifest, self.device)
+                known = self._learned = manifest.digest(), learned
             return known[1]
 
         self.weight_transfer_engine.agree(learn, self._loaded_buffers, timeout_s)
@@ -120,20 +118,21 @@ def _remember_buffers(worker: WorkerExtension) -> None:
 
 
 def _parameter_proofs(model: nn.Module, key: nh.Key | None) -> dict[str, TensorProof]:
-    """Proof of each parameter, under its first name when several modules share it."""
+    """Proof of each parameter, under its first name when several modules share it; vocabulary padding included."""
     resident: list[tuple[str, list[Tensor]]] = []
-    emptied: dict[str, nn.Module] = {}
+    packed: dict[str, tuple[nn.Module, str]] = {}
     for name, layer, parameter in _parameters(model):
-        if parameter.numel() == 0 and name.endswith("weight"):
-            emptied[name] = layer
+        attribute = name.rpartition(".")[2]
+        if parameter.numel() == 0 or cpu_proof.is_packed_over(layer, attribute):
+            packed[name] = layer, attribute
         else:
-            resident.append((name, [cpu_proof.logical_rows(layer, parameter)]))
-    packed = cpu_proof.packed_proofs(emptied, key)
-    if missing := emptied.keys() - packed.keys():
+            resident.append((name, [parameter]))
+    proofs = cpu_proof.packed_proofs(packed, key)
+    if missing := packed.keys() - proofs.keys():
         raise RuntimeError(
             f"{min(missing)} is packed and was not hashed: is the dynamo_rl_engine plugin loaded (VLLM_PLUGINS)?"
         )
-    return packed | prove_all(resident, key)
+    return proofs | prove_all(resident, key)
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, Tensor]]:
@@ -151,27 +150,18 @@ def _packing_problems(model: nn.Module, claimed: Proof) -> list[str]:
     embedding anew and leaves the head's packed copy as it was.
     """
     names = {id(parameter): name for name, _, parameter in _parameters(model)}
-    doubled: dict[str, nn.Module] = {}
+    doubled: dict[str, tuple[nn.Module, str]] = {}
     wanted: dict[str, str] = {}
     for path, layer in model.named_modules():
         weight = getattr(layer, "weight", None)
         name = names.get(id(weight), "")
         if isinstance(weight, Tensor) and weight.numel() and name in claimed.tensors:
-            doubled[path], wanted[path] = layer, claimed.tensors[name].digest
+            doubled[path], wanted[path] = (layer, "weight"), claimed.tensors[name].digest
     return [
         f"{path}: its packed weight differs, hash {packed.digest[:12]}, expected {wanted[path][:12]}"
         for path, packed in cpu_proof.packed_proofs(doubled, claimed.key).items()
         if packed.digest != wanted[path]
     ]
-
-
-def _padding_problems(model: nn.Module) -> list[str]:
-    problems = []
-    for name, layer, parameter in _parameters(model):
-        rows = cpu_proof.logical_rows(layer, parameter).shape[0] if parameter.ndim else 0
-        if rows < (parameter.shape[0] if parameter.ndim else 0) and parameter[rows:].count_nonzero().item():
-            problems.append(f"{name}: its vocabulary padding is not zero")
-    return problems
 
 
 def _buffer_proofs(model: nn.Module, key: nh.Key | None) -> dict[str, TensorProof]:

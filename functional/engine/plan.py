@@ -98,6 +98,10 @@ class Target:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Copy:
@@ -212,6 +216,15 @@ def overlap(numel: int, views: Sequence[View]) -> bool:
     """Whether two of these parts of a tensor of `numel` elements share an element."""
     total = sum(view.numel for view in views)
     return total > numel or covered(numel, views) < total
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a rank found out about its loader. plan: None where not even that can be said; problems: tensor → why there
+    is none, or why parameters cannot be written in place by it."""
+
+    plan: Plan | None
+    problems: Mapping[str, str]
 
 
 def covered(numel: int, views: Iterable[View]) -> int:

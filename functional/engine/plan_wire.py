@@ -1,15 +1,16 @@
 """Updates by plan over a group: both sides agree once on what goes where; an update is chunks of bytes, then a proof.
 
-Agreement, when the group has formed: rank 0 puts what it has, each engine rank its plan, or why it has none; rank 0
-makes the schedule and puts each rank's intake. An update has one check (that all mean the same schedule), the chunks,
-and the proof: each rank says that all is there, rank 0 puts the key, each rank puts its digests, rank 0 compares and
-puts the verdict. Group ranks are used throughout: 0 sends.
+Agreement, when the group has formed: rank 0 puts what it has, each engine rank its plan and what stands against using
+it; rank 0 makes the schedule and puts each rank's intake. An update has one check, that all mean the same schedule;
+the chunks; and the proof: each rank says that all is there, rank 0 puts the key, each rank puts its digests, rank 0
+compares and puts the verdict. Group ranks are used throughout: 0 sends.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from functional.engine import nh
 from functional.engine.device_rates import copied_per_s, free_bytes
 from functional.engine.group import Group, Pending
-from functional.engine.plan import Plan, PlanRefused
+from functional.engine.plan import Learned, Plan, PlanRefused
 from functional.engine.plan_copy import BUFFERS, Packer, Spreader
 from functional.engine.plan_proof import RankProof, SenderProof, differing
 from functional.engine.plan_schedule import Intake, Schedule, best_chunk_bytes, make_schedule
@@ -31,19 +32,45 @@ _TINY_BYTES = 16
 
 @dataclass(frozen=True)
 class Agreement:
-    """What rank 0 knows afterwards. plans: by group rank."""
+    """What rank 0 knows afterwards. plans: by group rank; problems: tensor → why updates are not by plan, and schedule:
+    None then."""
 
-    schedule: Schedule
     plans: Mapping[int, Plan]
+    ranks_per_engine: int
+    problems: Mapping[str, str]
+    schedule: Schedule | None
+
+    @property
+    def of_engine(self) -> list[Plan]:
+        """Plans of an engine's ranks, in order: all engines are alike."""
+        return [self.plans[rank] for rank in range(1, 1 + self.ranks_per_engine)]
+
+    @property
+    def parts(self) -> tuple[Schedule, Mapping[int, Plan]]:
+        """For updates by plan. Raises PlanRefused where there are none."""
+        if self.schedule is None:
+            raise PlanRefused(self.problems)
+        return self.schedule, self.plans
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What an engine rank knows that updates by plan. digest: the schedule's."""
+
+    plan: Plan
+    intake: Intake
+    digest: str
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an update, or a proof alone, ended. problems: a line each, none if all ranks hold what was sent; proved: the
-    parameters of all ranks. Seconds: until all had arrived; of the proof."""
+    """How an update, or a proof alone, ended. problems: a line each, none if all ranks hold what was sent; proved,
+    proved_bytes: parameters of an engine, and bytes of each of its ranks. Seconds: until all had arrived; of the proof.
+    """
 
     problems: list[str]
     proved: int
+    proved_bytes: list[int]
     transfer_s: float
     prove_s: float
 
@@ -51,67 +78,86 @@ class Verdict:
 def lead_agreement(group: Group, slots: Sequence[Slot], timeout_s: float, chunk_bytes: int | None = None) -> Agreement:
     """Rank 0's part. chunk_bytes: the size of a chunk; what is best between these devices, if not given.
 
-    Raises PlanRefused, on every rank, with the tensors of all ranks that have no plan, and those of which the engine
-    takes a part only; the group remains good, for the checkpoint protocol. Raises as `Group.transfer` does.
+    Raises PlanRefused, on every rank, with the tensors of which a rank cannot say what it does with them, or if engines
+    differ; the group remains good. Raises as `Group.transfer` does otherwise.
     """
     with group.agreement(timeout_s, _AGREEING):
         for rank in group.receivers:
             group.put(_slots_key(group, rank), json.dumps(Manifest(tuple(slots), packed=True).info()))
-        problems: dict[str, str] = {}
-        plans: dict[int, Plan] = {}
-        free = free_bytes(group.device)
-        for rank in group.receivers:
-            answer = json.loads(group.take(_plan_key(group, rank)))
-            free = min(free, answer["free"])
-            if "refused" in answer:
-                problems |= {name: f"{why} (rank {rank})" for name, why in answer["refused"].items()}
-            else:
-                plans[rank] = Plan.from_json(answer["plan"])
-        schedule = None
+        answers = {rank: json.loads(group.take(_answer_key(group, rank))) for rank in group.receivers}
+        size = answers[1]["ranks"]
+        plans = {rank: Plan.from_json(one["plan"]) for rank, one in answers.items() if one["plan"] is not None}
+        refused = _refused(answers, plans, size)
+        problems = _named({rank: one["problems"] for rank, one in answers.items()}, size)
         start_bytes = _time_start(group) * copied_per_s(group.device)
-        if not problems:
+        schedule = None
+        if not refused and not problems:
+            free = min(free_bytes(group.device), *(one["free"] for one in answers.values()))
             best = best_chunk_bytes(sum(slot.nbytes for slot in slots), start_bytes, free)
             schedule = make_schedule(plans, slots, chunk_bytes or best)
-            numel = {slot.name: slot.nbytes // slot.dtype.itemsize for slot in slots}
-            problems = {
-                name: f"the engine takes {numel[name] - count} of its {numel[name]} elements"
-                for name, count in schedule.untaken.items()
-                if count < numel[name]
-            }
         sets = sorted({chunk.ranks for chunk in schedule.chunks}) if schedule else []
         for rank in group.receivers:
-            intake = schedule.intakes[rank].to_json() if schedule and not problems else None
-            group.put(
-                _intake_key(group, rank),
-                json.dumps(
-                    {"refused": problems, "intake": intake, "sets": sets, "digest": schedule and schedule.digest}
-                ),
-            )
+            told = {"refused": refused, "sets": sets}
+            if schedule is not None:
+                told |= {"intake": schedule.intakes[rank].to_json(), "digest": schedule.digest}
+            group.put(_intake_key(group, rank), json.dumps(told))
         group.agreements += 1
-        if not problems:
-            group.split(sets)
-    if problems or schedule is None:
-        raise PlanRefused(problems)
-    return Agreement(schedule, plans)
+        group.split(sets)
+    if refused:
+        raise PlanRefused(refused)
+    return Agreement(plans, size, problems, schedule)
 
 
 def join_agreement(
-    group: Group, learn: Callable[[Manifest], Plan | PlanRefused], timeout_s: float
-) -> tuple[Plan, Intake, str]:
-    """An engine rank's part: its plan, which `learn` makes of what the sender has; what it will receive; and the
-    schedule's digest. Raises as `lead_agreement` does."""
+    group: Group, learn: Callable[[Manifest], Learned], ranks_per_engine: int, timeout_s: float
+) -> Agreed | None:
+    """An engine rank's part. learn: what it can say of what the sender has. None where updates are not by plan.
+
+    Raises as `lead_agreement` does.
+    """
     with group.agreement(timeout_s, _AGREEING):
-        plan = learn(Manifest.from_info(**json.loads(group.take(_slots_key(group, group.rank)))))
-        mine = {"refused": plan.problems} if isinstance(plan, PlanRefused) else {"plan": plan.to_json()}
-        group.put(_plan_key(group, group.rank), json.dumps({**mine, "free": free_bytes(group.device)}))
+        learned = learn(Manifest.from_info(**json.loads(group.take(_slots_key(group, group.rank)))))
+        answer = {
+            "plan": learned.plan and learned.plan.to_json(),
+            "problems": dict(learned.problems),
+            "ranks": ranks_per_engine,
+            "free": free_bytes(group.device),
+        }
+        group.put(_answer_key(group, group.rank), json.dumps(answer))
         _time_start(group)
-        answer = json.loads(group.take(_intake_key(group, group.rank)))
+        told = json.loads(group.take(_intake_key(group, group.rank)))
         group.agreements += 1
-        if answer["intake"] is not None:
-            group.split([tuple(ranks) for ranks in answer["sets"]])
-    if isinstance(plan, PlanRefused) or answer["intake"] is None:
-        raise PlanRefused(answer["refused"])
-    return plan, Intake.from_json(answer["intake"]), answer["digest"]
+        group.split([tuple(ranks) for ranks in told["sets"]])
+    if told["refused"]:
+        raise PlanRefused(told["refused"])
+    if learned.plan is None or "intake" not in told:
+        return None
+    return Agreed(learned.plan, Intake.from_json(told["intake"]), told["digest"])
+
+
+def _refused(answers: Mapping[int, Any], plans: Mapping[int, Plan], size: int) -> dict[str, str]:
+    """What stands against saying what each rank holds."""
+    refused = _named({rank: one["problems"] for rank, one in answers.items() if rank not in plans}, size)
+    for rank, plan in plans.items():
+        first = plans.get(1 + (rank - 1) % size)
+        if first is not None and first.digest != plan.digest:
+            where = _where(rank, size)
+            refused["the engine's parameters"] = f"{where} holds other parts of the tensors than that of engine 0"
+    return refused
+
+
+def _named(problems: Mapping[int, Mapping[str, str]], size: int) -> dict[str, str]:
+    """Tensor → why, and on which rank first."""
+    found: dict[str, str] = {}
+    for rank, own in problems.items():
+        for name, why in own.items():
+            found.setdefault(name, f"{why} ({_where(rank, size)})")
+    return found
+
+
+def _where(rank: int, size: int) -> str:
+    engine, own = divmod(rank - 1, size)
+    return f"rank {own} of engine {engine}"
 
 
 def send_planned(
@@ -136,11 +182,12 @@ def send_planned(
             kept[name] = tensor
             yield name, tensor
 
-    with group.transfer(timeout_s, agreement.schedule.digest):
+    schedule, plans = agreement.parts
+    with group.transfer(timeout_s, schedule.digest):
         flying: list[Pending] = []
         for _, chunk, buffer in packer.packed(on_wire(watched()), before=lambda: _follow(group, flying, BUFFERS - 1)):
             flying.append(group.start(buffer, chunk.ranks))
-        proof = SenderProof(agreement.plans, kept, group.device)  # while the last chunks are on the wire
+        proof = SenderProof(plans, kept, group.device)  # while the last chunks are on the wire
         for pending in flying:
             group.wait(pending)
         return _lead_proof(group, agreement, proof, kind, began)
@@ -151,15 +198,15 @@ def prove_sender(
 ) -> Verdict:
     """Have every rank prove that it holds these tensors, sent before or not. Otherwise as `send_planned`."""
     began = time.monotonic()
-    proof = SenderProof(agreement.plans, dict(named), group.device)
-    with group.transfer(timeout_s, f"proof of {agreement.schedule.digest}"):
+    schedule, plans = agreement.parts
+    proof = SenderProof(plans, dict(named), group.device)
+    with group.transfer(timeout_s, f"proof of {schedule.digest}"):
         return _lead_proof(group, agreement, proof, kind, began)
 
 
 def receive_planned(
     group: Group,
-    intake: Intake,
-    digest: str,
+    agreed: Agreed,
     spreader: Spreader,
     proof: RankProof,
     timeout_s: float,
@@ -170,15 +217,16 @@ def receive_planned(
     Returns all ranks' problems. `meanwhile` runs while the wire is busy, where that takes no part of the host, and may
     raise. Raises as `wire.receive` does.
     """
-    with group.transfer(timeout_s, digest):
+    arrivals = agreed.intake.arrivals
+    with group.transfer(timeout_s, agreed.digest):
         flying: list[Pending] = []
-        count = len(intake.arrivals)
+        count = len(arrivals)
         for index in range(min(BUFFERS - 1, count)):
-            flying.append(group.start(spreader.buffer(index), intake.arrivals[index].ranks))
+            flying.append(group.start(spreader.buffer(index), arrivals[index].ranks))
         for index in range(count):
             following = index + BUFFERS - 1
             if following < count:
-                flying.append(group.start(spreader.buffer(following), intake.arrivals[following].ranks))
+                flying.append(group.start(spreader.buffer(following), arrivals[following].ranks))
             group.follow(flying[index])
             spreader.spread(index)
         proof.begin()
@@ -190,9 +238,9 @@ def receive_planned(
         return _join_proof(group, proof)
 
 
-def prove_rank(group: Group, digest: str, proof: RankProof, timeout_s: float) -> list[str]:
+def prove_rank(group: Group, agreed: Agreed, proof: RankProof, timeout_s: float) -> list[str]:
     """An engine rank's part of `prove_sender`."""
-    with group.transfer(timeout_s, f"proof of {digest}"):
+    with group.transfer(timeout_s, f"proof of {agreed.digest}"):
         return _join_proof(group, proof)
 
 
@@ -204,13 +252,14 @@ def _lead_proof(group: Group, agreement: Agreement, proof: SenderProof, kind: Pr
     group.put(_key("key", group), "" if key is None else key.hex())
     expected = proof.digests(key)
     problems: list[str] = []
+    size = agreement.ranks_per_engine
     for rank, plan in agreement.plans.items():
         seen = json.loads(group.take(_key("digests", group, rank)))
         found = [*differing(plan, expected[rank], seen["digests"]), *seen["problems"]]
-        problems += [f"rank {rank}: {problem}" for problem in found] if len(agreement.plans) > 1 else found
+        problems += [f"{_where(rank, size)}: {one}" for one in found] if len(agreement.plans) > 1 else found
     group.put(_key("verdict", group), json.dumps(problems))
-    proved = sum(len(plan.targets) for plan in agreement.plans.values())
-    return Verdict(problems, proved, landed - began, time.monotonic() - landed)
+    held = [[target.nbytes for target in plan.targets] for plan in agreement.of_engine]
+    return Verdict(problems, sum(map(len, held)), list(map(sum, held)), landed - began, time.monotonic() - landed)
 
 
 def _join_proof(group: Group, proof: RankProof) -> list[str]:
@@ -245,8 +294,8 @@ def _slots_key(group: Group, rank: int) -> str:
     return f"slots/{group.agreements}/{rank}"
 
 
-def _plan_key(group: Group, rank: int) -> str:
-    return f"plan/{group.agreements}/{rank}"
+def _answer_key(group: Group, rank: int) -> str:
+    return f"answer/{group.agreements}/{rank}"
 
 
 def _intake_key(group: Group, rank: int) -> str:

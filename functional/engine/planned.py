@@ -1,43 +1,49 @@
 """An engine rank that takes its updates by plan: what it has agreed to with the sender, and how it carries that out."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from functional.engine import cpu_proof
 from functional.engine.group import Group
-from functional.engine.plan import Plan, PlanRefused
+from functional.engine.plan import Learned, PlanRefused
 from functional.engine.plan_check import PACKED, check_plan
 from functional.engine.plan_copy import Spreader, make_buffers
 from functional.engine.plan_proof import RankProof
 from functional.engine.plan_trace import Places, trace_plan
-from functional.engine.plan_wire import join_agreement, prove_rank, receive_planned
+from functional.engine.plan_wire import Agreed, prove_rank, receive_planned
 from functional.engine.proof import Proof
 from functional.engine.wire import Manifest
 
 
-def learn_plan(model: nn.Module, model_config: Any, manifest: Manifest, device: torch.device) -> Plan | PlanRefused:
+def learn_plan(model: nn.Module, model_config: Any, manifest: Manifest, device: torch.device) -> Learned:
     """The plan of this rank for a sender with this manifest, held against the loader. Weights are random afterwards,
-    unless it is refused for layers that keep no weight to write to."""
-    if packed := packed_weights(model):
-        return PlanRefused(dict.fromkeys(packed, PACKED))
+    unless that shows before."""
     try:
         plan = trace_plan(model, manifest.slots)
-        packed_now = check_plan(model, model_config, plan, manifest.slots, device)
     except PlanRefused as refused:
-        return refused
+        return Learned(None, refused.problems)
+    if packed := packed_weights(model):
+        return Learned(plan, dict.fromkeys(packed, PACKED))
+    try:
+        return Learned(plan, check_plan(model, model_config, plan, manifest.slots, device))
+    except PlanRefused as refused:
+        return Learned(plan, refused.problems)
     except torch.OutOfMemoryError:
         largest = max(manifest.slots, key=lambda slot: slot.nbytes)
-        return PlanRefused({largest.name: "there is no memory left on the device to check a plan"})
-    return PlanRefused(packed_now) if packed_now else plan
+        return Learned(plan, {largest.name: "there is no memory left on the device to check the plan"})
 
 
 def packed_weights(model: nn.Module) -> list[str]:
-    """Names of the weights that layers hold in a packed form alone: what they were loaded from is empty then."""
-    return [
-        name for name, tensor in model.named_parameters() if tensor.numel() == 0 and name.rpartition(".")[2] == "weight"
-    ]
+    """Names of the weights that layers hold in a packed form alone."""
+    layers = dict(model.named_modules())
+    names = []
+    for name, tensor in model.named_parameters():
+        path, _, attribute = name.rpartition(".")
+        if tensor.numel() == 0 or cpu_proof.is_packed_over(layers[path], attribute):
+            names.append(name)
+    return names
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -48,20 +54,12 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 class PlannedRank:
     """Receives updates into the parameters of `model`, and proves what they hold."""
 
-    def __init__(
-        self,
-        group: Group,
-        model: nn.Module,
-        learn: Callable[[Manifest], Plan | PlanRefused],
-        loaded: Proof,
-        timeout_s: float,
-    ) -> None:
-        """Agrees with the sender and all other ranks. learn: as for `join_agreement`, and raises as that does; loaded:
-        the model's buffers, which no update may change."""
-        plan, intake, self._digest = join_agreement(group, learn, timeout_s)
+    def __init__(self, group: Group, model: nn.Module, agreed: Agreed, loaded: Proof) -> None:
+        """loaded: the model's buffers, which no update may change."""
+        plan, intake = agreed.plan, agreed.intake
+        self._agreed = agreed
         self._group = group
         self._model = model
-        self._intake = intake
         tensors = Places.of(model).tensors
         self._where = {target.name: place(tensors[target.name]) for target in plan.targets}
         buffers = make_buffers(max((arrival.nbytes for arrival in intake.arrivals), default=0), group.device)
@@ -76,14 +74,14 @@ class PlannedRank:
         Raises as `receive_planned` does, and TransferError where the engine computes with other memory meanwhile.
         """
         problems = receive_planned(
-            self._group, self._intake, self._digest, self._spreader, self._proof, timeout_s, self._check_places
+            self._group, self._agreed, self._spreader, self._proof, timeout_s, self._check_places
         )
         return problems, self._copies
 
     def prove(self, timeout_s: float) -> tuple[list[str], int]:
         """Prove what is held now. Returns and raises as `update` does."""
         self._check_places()
-        return prove_rank(self._group, self._digest, self._proof, timeout_s), self._copies
+        return prove_rank(self._group, self._agreed, self._proof, timeout_s), self._copies
 
     def _check_places(self) -> None:
         now = Places.of(self._model).tensors

@@ -45,22 +45,47 @@ class TensorProof:
 
 @dataclass(frozen=True)
 class Proof:
-    """What an engine must hold: each of its parameters by name. All digests are made with `key`; None: SHA-256."""
+    """What a rank of an engine holds: each of its parameters by name. Digests are made with `key`; None: SHA-256."""
 
     key: nh.Key | None
     tensors: dict[str, TensorProof]
 
+
+@dataclass(frozen=True)
+class EngineProof:
+    """What an engine must hold: for each of its ranks, in order, its parameters by name. `key` as in `Proof`."""
+
+    key: nh.Key | None
+    ranks: tuple[dict[str, TensorProof], ...]
+
+    @property
+    def parameters(self) -> int:
+        """How many there are, on all ranks together."""
+        return sum(map(len, self.ranks))
+
+    @property
+    def nbytes(self) -> list[int]:
+        """Bytes that each rank holds."""
+        return [sum(tensor.nbytes for tensor in rank.values()) for rank in self.ranks]
+
+    def of_rank(self, rank: int, world_size: int) -> Proof:
+        """What one rank must hold. Raises ValueError for another number of ranks."""
+        if len(self.ranks) != world_size:
+            raise ValueError(f"{NOT_PROVED}: the proof is of {len(self.ranks)} rank(s), the engine has {world_size}")
+        return Proof(self.key, self.ranks[rank])
+
     @classmethod
-    def parse(cls, value: Mapping[str, Any]) -> "Proof":
+    def parse(cls, value: Mapping[str, Any]) -> "EngineProof":
         """From `as_dict`. Raises ValueError, KeyError or TypeError for anything else."""
         key = None if value["key"] is None else nh.Key.parse(value["key"])
-        return cls(key, {name: TensorProof.parse(tensor) for name, tensor in value["tensors"].items()})
+        ranks = [{name: TensorProof.parse(tensor) for name, tensor in rank.items()} for rank in value["ranks"]]
+        return cls(key, tuple(ranks))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "key": None if self.key is None else self.key.hex(),
-            "tensors": {name: vars(tensor) for name, tensor in self.tensors.items()},
+            "ranks": [{name: vars(tensor) for name, tensor in rank.items()} for rank in self.ranks],
         }
 
 
@@ -185,9 +210,9 @@ def differences(expected: Mapping[str, TensorProof], seen: Mapping[str, TensorPr
     return lines
 
 
-def refuse(problems: Sequence[str], total: int) -> None:
+def refuse(problems: Sequence[str], total: int, where: str = "") -> None:
     """Raises ValueError naming the first problems, and how many there are; nothing when there are none."""
     if problems:
         more = len(problems) - _NAMED_AT_MOST
         shown = "; ".join(problems[:_NAMED_AT_MOST]) + (f"; and {more} more" if more > 0 else "")
-        raise ValueError(f"{NOT_PROVED}, {len(problems)} problem(s) among {total} tensors: {shown}")
+        raise ValueError(f"{where}{NOT_PROVED}, {len(problems)} problem(s) among {total} tensors: {shown}")

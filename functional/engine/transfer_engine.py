@@ -24,7 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 from functional.engine.gloo import GlooGroup
 from functional.engine.group import Group, join_store, local_address
 from functional.engine.nccl import NcclGroup
-from functional.engine.plan import Plan, PlanRefused
+from functional.engine.plan import Learned
+from functional.engine.plan_wire import join_agreement
 from functional.engine.planned import PlannedRank
 from functional.engine.proof import Proof
 from functional.engine.transports import PROOF_VARIABLE
@@ -98,12 +99,14 @@ class DeadlineEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with self._using_group() as group:
             exchange(group, update_info.manifest(), update_info.timeout_s or self._timeout_s)
 
-    def agree(self, learn: Callable[[Manifest], Plan | PlanRefused], buffers: Proof, timeout_s: float) -> None:
+    def agree(self, learn: Callable[[Manifest], Learned], buffers: Proof, timeout_s: float) -> None:
         """Agree with the sender on what updates by plan carry, or that there will be none. learn: this rank's plan for
         what the sender has; buffers: as they were loaded."""
         self._planned = None
-        with self._using_group() as group, contextlib.suppress(PlanRefused):
-            self._planned = PlannedRank(group, self.model, learn, buffers, timeout_s)
+        with self._using_group() as group:
+            agreed = join_agreement(group, learn, self.parallel_config.world_size, timeout_s)
+            if agreed is not None:
+                self._planned = PlannedRank(group, self.model, agreed, buffers)
 
     def update_by_plan(self, timeout_s: float) -> tuple[list[str], int]:
         """Receive and prove; returns as `PlannedRank.update` does."""

@@ -4,6 +4,7 @@ transformers 5 keeps the experts of a layer in one tensor, and takes it apart wh
 without a copy, so that the views are made once and show every later step.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+
+from functional.engine.plan import View
+
+
+class CheckpointForm:
+    """A checkpoint's tensors as parts of a model's parameters, for any set of tensors of the parameters' shapes."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises as `checkpoint_views` does."""
+        owners = {parameter.untyped_storage().data_ptr(): name for name, parameter in model.named_parameters()}
+        views = checkpoint_views(model)
+        self._parts = {name: (owners[view.untyped_storage().data_ptr()], View.of(view)) for name, view in views.items()}
+
+    def of(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Checkpoint name → view of one of these, which are contiguous and have the parameters' names."""
+        return {name: part.on(parameters[owner]) for name, (owner, part) in self._parts.items()}
 
 
 def checkpoint_views(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -133,9 +133,11 @@ def check_refit(checks: Checklist, name: str, result: RefitResult, fleet: Fleet,
     checks.add(
         f"{name}.weights_proved",
         result.proved > 0,
-        f"{result.proved} parameters on each of {len(fleet.workers)} worker(s) hash to the trainer's {result.tensors}",
+        f"{result.proved} parameters on each of {len(fleet.workers)} worker(s) hash to the trainer's {result.tensors}"
+        + describe_ranks(result),
         parameters=result.proved,
         bytes=result.bytes_sent,
+        bytes_by_rank=result.proved_bytes,
         seconds=result.total_s,
     )
     events = await_cleared(fleet, cleared_before)
@@ -152,6 +154,14 @@ def check_refit(checks: Checklist, name: str, result: RefitResult, fleet: Fleet,
         "; ".join(describe_probe(p) for p in probes),
         probes=[asdict(p) for p in probes],
     )
+
+
+def describe_ranks(result: RefitResult) -> str:
+    """What each rank of an engine has proved, where there are several."""
+    if len(result.proved_bytes) < 2:
+        return ""
+    held = ", ".join(f"rank {rank} {nbytes}" for rank, nbytes in enumerate(result.proved_bytes))
+    return f"; every element on some rank, bytes proved: {held}, of {result.bytes_sent} sent"
 
 
 def describe_probe(probe: ProbeVerdict) -> str:

@@ -15,17 +15,21 @@ import psutil
 
 from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet.guard import descendants
+from functional.runtime.fleet.sockets import command_line
 
 PATIENCE_S = 400.0
 LEFTOVER_DEADLINE_S = 10.0
 REPLACEMENT_S = 300.0
 """What a run may take longer when it starts a new worker and goes on to its end."""
+RANK_TITLE = "VLLM::Worker"
+"""How vLLM names the process of a rank."""
 KILLED = 128 + signal.SIGKILL
 
 
 @dataclass(frozen=True)
 class Case:
-    """SIGKILL every process of `target` `delay_s` after the run reports `event`; `overrides` hold that moment open.
+    """SIGKILL every process of `target`, or one of its engine's ranks alone, `delay_s` after the run reports `event`;
+    `overrides` hold that moment open.
 
     status: exit status the run must end with; blamed: what its error must say (a killed driver writes no report, and a
     run that replaces the target ends well).
@@ -37,13 +41,21 @@ class Case:
     status: int = 1
     overrides: tuple[str, ...] = ()
     delay_s: float = 0.2
+    rank_only: bool = False
 
 
 LONG = ("policy.generation.max_new_tokens=64",)
 HELD = ("faults.pause_send_version=1",)
+RANKS = (
+    "policy.generation.vllm_cfg.tensor_parallel_size=2",
+    "policy.generation.colocated.resources.gpus_per_node=2",
+    "cluster.gpus_per_node=3",
+)
 CASES = {
     "worker-killed-generating": Case("worker-0", "step 1: generating", None, 0, LONG, delay_s=0),
     "worker-killed-mid-transfer": Case("worker-0", "refit 1: transfer", None, 0, HELD, delay_s=2),
+    "rank-killed-generating": Case("worker-0", "step 1: generating", None, 0, LONG + RANKS, delay_s=0, rank_only=True),
+    "rank-killed-mid-transfer": Case("worker-0", "refit 1: transfer", None, 0, HELD + RANKS, delay_s=2, rank_only=True),
     "etcd-killed": Case("etcd", "step 1: generating", "etcd was killed by SIGKILL", overrides=LONG),
     "nats-killed": Case("nats-server", "step 1: generating", "nats-server was killed by SIGKILL", overrides=LONG),
     "frontend-killed": Case("frontend", "step 1: generating", "frontend was killed by SIGKILL", overrides=LONG),
@@ -80,7 +92,8 @@ def run_case(name: str, recipe: Path, out: Path, overrides: list[str], deadline_
         everything = descendants(run.pid)
         named: dict[str, list[int]] = json.loads((out / "processes.json").read_text(encoding="utf-8"))
         killed_at = time.monotonic()
-        for pid in named[case.target]:
+        pids = named[case.target]
+        for pid in last_rank(pids) if case.rank_only else pids:
             os.kill(pid, signal.SIGKILL)
         status = run.wait(deadline_s + (REPLACEMENT_S if case.status == 0 else 0))
     except subprocess.TimeoutExpired as late:
@@ -95,6 +108,15 @@ def run_case(name: str, recipe: Path, out: Path, overrides: list[str], deadline_
         problems.insert(0, f"exit status {status}, expected {case.status}")
     problems += _leftovers(everything, out)
     return Outcome(name, status, seconds, error, problems)
+
+
+def last_rank(pids: list[int]) -> list[int]:
+    """Of an engine's processes, that of the last of its ranks. Raises RunError for an engine of one rank, which has no
+    process for it."""
+    ranks = [pid for pid in pids if RANK_TITLE in command_line(pid)]
+    if len(ranks) < 2:
+        raise RunError(f"{len(ranks)} process(es) of ranks among {len(pids)}: the engine has no rank to kill alone")
+    return ranks[-1:]
 
 
 def _judge_report(case: Case, out: Path) -> tuple[str, list[str]]:

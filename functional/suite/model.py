@@ -22,59 +22,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
+from functional.suite.checkpoint_views import checkpoint_views
+from functional.suite.shapes import QWEN3, SHAPES, Shape
 from functional.suite.sums import file_sha256, write_sums
 from functional.suite.tasks import Question, arithmetic
 from functional.suite.vocabulary import (
     CHAT_TEMPLATE,
     END_OF_TEXT,
-    QWEN3_VOCAB,
     TINY_VOCAB,
     TURN_END,
     UNKNOWN,
     chat_prompt,
+    random_models_tokenizer,
     tiny_tokenizer,
-    wide_tokenizer,
 )
 
-TINY_SHAPE: dict[str, Any] = {
-    "vocab_size": TINY_VOCAB,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-}
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "Qwen3-0.6B": {
-        "vocab_size": QWEN3_VOCAB,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
+TINY = Shape(
+    "Qwen3",
+    {
+        **QWEN3,
+        "vocab_size": TINY_VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
     },
-    "Qwen3-8B": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-    },
-}
+)
 
 # The teacher is right this often, and otherwise off by one or two. After so short a course, sampling at temperature 1
 # is right about half the time on every question: rewards differ within groups, and there is something left to learn.
@@ -107,7 +90,7 @@ def make_model(out: Path, seed: int = 0, steps: int = 350, threads: int = 1) -> 
     started = time.monotonic()
     with new_folder(out) as folder, cpu_threads(threads):
         tokenizer = tiny_tokenizer()
-        config = qwen3_config(TINY_SHAPE, tokenizer)
+        config = model_config(TINY, tokenizer)
         torch.manual_seed(seed)
         model: Any = Qwen3ForCausalLM(config)
         model.float()
@@ -133,8 +116,8 @@ def make_model(out: Path, seed: int = 0, steps: int = 350, threads: int = 1) -> 
 
 
 def random_model(out: Path, shape: str = "Qwen3-0.6B", seed: int = 0) -> ModelSummary:
-    """Make a model of a real shape with random weights (normal, 0.02; norms 1) at `out`: 1.2 GB for Qwen3-0.6B, 16.4 GB
-    for Qwen3-8B.
+    """Make a model of that shape with random weights (normal, 0.02; norms 1, or about 1) at `out`: 1.2 GB for
+    Qwen3-0.6B, 16.4 GB for Qwen3-8B.
 
     Its tokenizer knows every ID of the model's vocabulary. Raises FileExistsError if `out` exists, ValueError for an
     unknown shape.
@@ -142,13 +125,12 @@ def random_model(out: Path, shape: str = "Qwen3-0.6B", seed: int = 0) -> ModelSu
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}: want one of {', '.join(SHAPES)}")
     started = time.monotonic()
+    wanted = SHAPES[shape]
     with new_folder(out) as folder:
-        tokenizer = wide_tokenizer(SHAPES[shape]["vocab_size"])
-        config = qwen3_config(SHAPES[shape], tokenizer)
-        with torch.device("meta"):
-            skeleton = Qwen3ForCausalLM(config)
-        weights = random_weights(skeleton, config.initializer_range, seed)
-        write_model(folder, config, weights, tokenizer)
+        tokenizer = random_models_tokenizer(wanted.vocab_size)
+        skeleton = make_skeleton(wanted, tokenizer)
+        weights = random_weights(skeleton, skeleton.config.initializer_range, seed, wanted.spread)
+        write_model(folder, skeleton.config, weights, tokenizer)
         return ModelSummary(
             path=str(out),
             shape=f"{shape}, random weights",
@@ -159,29 +141,36 @@ def random_model(out: Path, shape: str = "Qwen3-0.6B", seed: int = 0) -> ModelSu
         )
 
 
-def random_weights(skeleton: Any, deviation: float, seed: int) -> dict[str, Tensor]:
-    """bfloat16 weights for the skeleton's parameters, many at a time; each has a generator of its own."""
+def random_weights(skeleton: Any, deviation: float, seed: int, spread: float = 0.0) -> dict[str, Tensor]:
+    """bfloat16 weights under the names and in the shapes of a checkpoint of the skeleton, many at a time; each has a
+    generator of its own. spread: deviation of norms from 1 and of biases from 0."""
 
     def make(item: tuple[int, tuple[str, Tensor]]) -> tuple[str, Tensor]:
         index, (name, parameter) = item
-        if parameter.ndim == 1:
-            return name, torch.ones(parameter.shape, dtype=torch.bfloat16)
         generator = torch.Generator().manual_seed((seed << 32) + index)
-        return name, torch.empty(parameter.shape).normal_(0, deviation, generator=generator).bfloat16()
+        if parameter.ndim > 1:
+            return name, torch.empty(parameter.shape).normal_(0, deviation, generator=generator).bfloat16()
+        centre = 0.0 if name.endswith("bias") else 1.0
+        if not spread:
+            return name, torch.full(parameter.shape, centre, dtype=torch.bfloat16)
+        return name, torch.empty(parameter.shape).normal_(centre, spread, generator=generator).bfloat16()
 
     with ThreadPoolExecutor() as pool:
-        return dict(pool.map(make, enumerate(skeleton.named_parameters())))
+        return dict(pool.map(make, enumerate(checkpoint_views(skeleton).items())))
 
 
-def qwen3_config(shape: dict[str, Any], tokenizer: Tokenizer) -> Qwen3Config:
-    """A Qwen3 configuration of that shape, tied embeddings unless it says otherwise, bfloat16, with the tokenizer's
-    special IDs."""
-    return Qwen3Config(
-        **{"tie_word_embeddings": True, **shape},
-        architectures=["Qwen3ForCausalLM"],
-        attention_bias=False,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+def make_skeleton(shape: Shape, tokenizer: Tokenizer) -> Any:
+    """The model of that shape without memory for its weights."""
+    with torch.device("meta"):
+        return getattr(transformers, shape.architecture)(model_config(shape, tokenizer))
+
+
+def model_config(shape: Shape, tokenizer: Tokenizer) -> Any:
+    """The family's configuration of that shape, bfloat16, with the tokenizer's special IDs."""
+    config_class = getattr(transformers, f"{shape.family}{'TextConfig' if shape.family == 'Gemma3' else 'Config'}")
+    return config_class(
+        **shape.config,
+        architectures=[shape.architecture],
         dtype="bfloat16",
         bos_token_id=tokenizer.token_to_id(END_OF_TEXT),
         eos_token_id=tokenizer.token_to_id(TURN_END),
@@ -256,7 +245,7 @@ def answer_logprobs(model: Any, pairs: list[tuple[list[int], list[int]]]) -> tup
 # Files
 
 
-def write_model(folder: Path, config: Qwen3Config, weights: dict[str, Tensor], tokenizer: Tokenizer) -> None:
+def write_model(folder: Path, config: Any, weights: dict[str, Tensor], tokenizer: Tokenizer) -> None:
     """Write every file of the directory, and flush it to disk."""
     write_json(folder / "config.json", json.loads(config.to_json_string(use_diff=False)))
     # Only the IDs: any sampling default here (top_k, top_p) would silently change what the engine's log-probs mean.

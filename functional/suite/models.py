@@ -6,21 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.errors import ConfigError
+from functional.runtime.recipe.architectures import read_config
 from functional.runtime.recipe.paths import is_folder
+from functional.suite.shapes import MADE, SHAPES
 from functional.suite.sums import check_sums
-from functional.suite.vocabulary import QWEN3_VOCAB, PlainTokenizer, load_tokenizer, wide_tokenizer
+from functional.suite.vocabulary import PlainTokenizer, load_tokenizer, random_models_tokenizer
 
 ARITHMETIC = "builtin:arithmetic"
 ARITHMETIC_DIR = Path(__file__).parent / "arithmetic_model"
 """Part of the package: made once with `functional make-model`, and the same bytes on every machine."""
 RANDOM = "builtin:random-0.6b"
-BUILTIN = (ARITHMETIC, RANDOM)
+BUILTIN = (ARITHMETIC, *MADE)
 REMEDY = "take the file from the repository again, or install the package anew"
 
 
 def find_model(name: str, run_dir: Path, say: Callable[[str], None]) -> Path:
-    """Return the model's folder. `builtin:arithmetic` is in the package; `builtin:random-0.6b` is made, and kept where
-    `FUNCTIONAL_CACHE` says so.
+    """Return the model's folder. `builtin:arithmetic` is in the package; those of `shapes.MADE` are made, and
+    kept where `FUNCTIONAL_CACHE` says so.
 
     Raises ConfigError when `name` is neither built in, a local directory, nor to be had from the hub, and when a file
     of the built-in model is damaged.
@@ -28,8 +30,8 @@ def find_model(name: str, run_dir: Path, say: Callable[[str], None]) -> Path:
     if name == ARITHMETIC:
         check_sums(ARITHMETIC_DIR, REMEDY)
         return ARITHMETIC_DIR
-    if name == RANDOM:
-        return _make_random(run_dir, say)
+    if name in MADE:
+        return _make_random(name, run_dir, say)
     if is_folder(name):
         return Path(name).resolve()
     from huggingface_hub import snapshot_download
@@ -43,6 +45,13 @@ def find_model(name: str, run_dir: Path, say: Callable[[str], None]) -> Path:
         ) from error
 
 
+def known_config(name: str) -> dict[str, Any]:
+    """What is known of the model's config.json before a run; empty for a hub model, and for a folder without one."""
+    if name in MADE:
+        return SHAPES[MADE[name]].as_config()
+    return read_config((ARITHMETIC_DIR if name == ARITHMETIC else Path(name)) / "config.json")
+
+
 def find_tokenizer(name: str) -> Any | None:
     """The model's tokenizer, or None for a hub model that is not on this machine yet: nothing is downloaded here.
 
@@ -51,8 +60,8 @@ def find_tokenizer(name: str) -> Any | None:
     if name == ARITHMETIC:
         check_sums(ARITHMETIC_DIR, REMEDY)
         return PlainTokenizer(load_tokenizer(ARITHMETIC_DIR))
-    if name == RANDOM:
-        return PlainTokenizer(wide_tokenizer(QWEN3_VOCAB))
+    if name in MADE:
+        return PlainTokenizer(random_models_tokenizer(SHAPES[MADE[name]].vocab_size))
     if not is_folder(name):
         return _cached_tokenizer(name)
     try:
@@ -62,18 +71,18 @@ def find_tokenizer(name: str) -> Any | None:
         raise ConfigError(f"policy.model_name={name!r}: transformers loads no tokenizer from it: {reason}") from error
 
 
-def _make_random(run_dir: Path, say: Callable[[str], None]) -> Path:
+def _make_random(name: str, run_dir: Path, say: Callable[[str], None]) -> Path:
     cache = os.environ.get("FUNCTIONAL_CACHE")
-    folder = (Path(cache) if cache else run_dir) / RANDOM.replace(":", "-")
+    folder = (Path(cache) if cache else run_dir) / name.replace(":", "-")
     if (folder / "config.json").is_file():
-        say(f"{RANDOM}: kept in {folder}")
+        say(f"{name}: kept in {folder}")
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    say(f"{RANDOM}: making it")
+    say(f"{name}: making it")
     from functional.suite.model import random_model  # torch and transformers: seconds of import, needed here alone
 
-    summary = random_model(folder)
-    say(f"{RANDOM}: {summary.params} parameters, sha256 {summary.sha256[:12]}")
+    summary = random_model(folder, MADE[name])
+    say(f"{name}: {summary.params} parameters, sha256 {summary.sha256[:12]}")
     return folder
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from functional.runtime.recipe.model import LossConfig
+from functional.suite.checkpoint_views import CheckpointForm
 from functional.suite.grpo import clean, clipped_loss, mean_abs_difference
 
 ENGINE_ROUNDING = 4.0
@@ -131,6 +132,7 @@ class Policy:
         self.reference: Any = copy.deepcopy(self.model).requires_grad_(False) if keep_reference else None
         # Tied weights appear once, under the checkpoint's name.
         self.weights: dict[str, Tensor] = dict(self.model.named_parameters())
+        self.form = CheckpointForm(self.model)
         self.master = {name: p.detach().float().clone() for name, p in self.weights.items()}
         self._new_optimizer = partial(make_optimizer, optimizer, list(self.master.values()), lr, weight_decay)
         self.optimizer = self._new_optimizer()
@@ -142,7 +144,7 @@ class Policy:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, contiguous bfloat16 tensor on the policy's device) of every weight, in a fixed order."""
-        for name, weight in self.weights.items():
+        for name, weight in self.form.of(self.weights).items():
             yield name, weight.detach().contiguous()
 
     @torch.no_grad()
@@ -155,7 +157,7 @@ class Policy:
         """Log-probs of every token after each of some prompts of one length -> [prompts, vocabulary] float32, on the
         policy's device."""
         hidden = self.model.model(input_ids=torch.tensor(prompts, device=self.device), use_cache=False)
-        logits = self.model.lm_head(hidden.last_hidden_state[:, -1]).float() / self.temperature
+        logits = logits_of(self.model, hidden.last_hidden_state[:, -1]) / self.temperature
         return torch.log_softmax(logits, -1)
 
     @contextmanager
@@ -246,7 +248,7 @@ class Policy:
 
     def snapshot(self) -> dict[str, Tensor]:
         """The bfloat16 weights, copied to host memory."""
-        return {name: tensor.to("cpu", copy=True) for name, tensor in self.named_tensors()}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.weights.items()}
 
     @torch.no_grad()
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
@@ -291,9 +293,15 @@ class Policy:
         steps = torch.arange(batch.mask.shape[1], device=self.device)
         predicts = (batch.prompt_lengths[:, None] - 1 + steps).clamp(max=hidden.shape[1] - 1)
         hidden = hidden.gather(1, predicts[:, :, None].expand(-1, -1, hidden.shape[2]))
-        logits = model.lm_head(hidden).float() / self.temperature
+        logits = logits_of(model, hidden) / self.temperature
         logp = torch.log_softmax(logits, -1).gather(-1, batch.completion_ids[:, :, None])[..., 0]
         return clean(logp, batch.mask)
+
+
+def logits_of(model: Any, hidden: Tensor) -> Tensor:
+    """float32 logits of hidden states, as the model's own forward makes them: Granite scales them down."""
+    logits: Tensor = model.lm_head(hidden).float()
+    return logits / getattr(model.config, "logits_scaling", 1.0)
 
 
 def make_optimizer(name: str, weights: list[Tensor], lr: float, weight_decay: float) -> torch.optim.Optimizer:

@@ -12,9 +12,9 @@ from functional.runtime.recipe.load import load_recipe
 from functional.runtime.recipe.model import GenerationConfig, Recipe, UnreadKeyError
 from functional.runtime.recipe.options import VLLM_CFG
 from functional.runtime.recipe.paths import find_file_problem, is_folder
-from functional.runtime.recipe.rules import BUILTIN_DATA, RULES, Problem
+from functional.runtime.recipe.rules import BUILTIN_DATA, RULES, Problem, layout_problems
 from functional.suite.data import DataRecord, check_count, measure, read_data
-from functional.suite.models import ARITHMETIC, ARITHMETIC_DIR, find_tokenizer
+from functional.suite.models import ARITHMETIC, ARITHMETIC_DIR, BUILTIN, find_tokenizer, known_config
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def prepare(path: Path, overrides: list[str]) -> Prepared:
     Raises ConfigError as `load_recipe` does; it names what is wrong with the model's tokenizer and with the data too.
     """
     rule = DataRule()
-    recipe = load_recipe(path, overrides, rules=(*RULES, _context, rule))
+    recipe = load_recipe(path, overrides, rules=(*RULES, _builtin_layout, _context, rule))
     if rule.data is None:  # the file was there when the runtime's rule looked, and gone when ours did
         raise ConfigError(f"data.dataset_name={recipe.data.dataset_name!r}: no such file")
     return Prepared(recipe, rule.tokenizer, rule.data)
@@ -83,6 +83,12 @@ def _count(record: DataRecord, prompts: int) -> Iterator[Problem]:
         check_count(record, prompts)
     except ConfigError as error:
         yield _problem("grpo.num_prompts_per_step", prompts, error)
+
+
+def _builtin_layout(recipe: Recipe) -> Iterator[Problem]:
+    """As the runtime judges a model's folder, of a model that is made on the spot."""
+    if recipe.policy.model_name in BUILTIN:
+        yield from layout_problems(recipe, known_config(recipe.policy.model_name))
 
 
 def _context(recipe: Recipe) -> Iterator[Problem]:

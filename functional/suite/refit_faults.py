@@ -21,6 +21,7 @@ from functional.runtime.refit.machine import Event, State, Transition
 from functional.runtime.refit.parts import RefitResult
 from functional.runtime.rollout.requests import received_requests
 from functional.suite import driver
+from functional.suite.faults import last_rank
 from functional.suite.report import FaultCase
 from functional.suite.send_faults import SendFault
 from functional.suite.session import Parts, Session, interrupt, watched
@@ -84,11 +85,15 @@ class FaultSession(Session):
             "worker-killed-generating": self._worker_killed_generating,
             "worker-killed-mid-transfer": self._worker_killed_mid_transfer,
             "worker-stopped-mid-transfer": self._worker_stopped_mid_transfer,
+            "rank-killed-generating": self._rank_killed_generating,
+            "rank-killed-mid-transfer": self._rank_killed_mid_transfer,
             "all-workers-killed": self._all_workers_killed,
             "trainer-killed-mid-transfer": self._trainer_killed,
         }
         for name, case in cases.items():
             if self.only and name not in self.only:
+                continue
+            if name.startswith("rank-") and self.recipe.devices_per_engine == 1:
                 continue
             self.say(f"— {name}")
             began = time.monotonic()
@@ -165,14 +170,21 @@ class FaultSession(Session):
 
     def _worker_killed_generating(self, parts: Parts) -> None:
         """What was lost with the worker is generated again at the same version; the worker is replaced."""
+        self._lost_generating(parts, "worker-killed-generating", parts.fleet.pids()["worker-0"])
+
+    def _rank_killed_generating(self, parts: Parts) -> None:
+        """The same where one rank of the engine dies: all of the engine is replaced."""
+        self._lost_generating(parts, "rank-killed-generating", last_rank(parts.fleet.pids()["worker-0"]))
+
+    def _lost_generating(self, parts: Parts, name: str, pids: list[int]) -> None:
         version, before = parts.refit.version, len(parts.instances)
-        completions = self._generate_while_killing(parts, [0])
+        completions = self._generate_while_killing(parts, {0: pids})
         again = sum(1 for completion in completions if completion.attempt > 1)
         same_version = parts.refit.version == version
         self._refit(parts, self._nudge(parts))
         replaced = len(parts.instances) - before
         self.checks.add(
-            "fault.worker-killed-generating",
+            f"fault.{name}",
             again > 0 and same_version and replaced == 1 and not any(c.problem for c in completions),
             f"{len(completions)} completions, {again} of them generated again, {replaced} worker replaced",
         )
@@ -181,6 +193,11 @@ class FaultSession(Session):
         """Replaced in its slot, group formed anew, the same version reached."""
         self._hit_transfer(parts, "worker-killed-mid-transfer", "worker-0", signal.SIGKILL)
 
+    def _rank_killed_mid_transfer(self, parts: Parts) -> None:
+        """The engine is replaced, and the same version reached."""
+        rank = last_rank(parts.fleet.pids()["worker-0"])
+        self._hit_transfer(parts, "rank-killed-mid-transfer", "worker-0", signal.SIGKILL, rank)
+
     def _worker_stopped_mid_transfer(self, parts: Parts) -> None:
         """A worker whose transfer hangs past the deadline counts as dead."""
         self._hit_transfer(parts, "worker-stopped-mid-transfer", "worker-1", signal.SIGSTOP)
@@ -188,7 +205,8 @@ class FaultSession(Session):
     def _all_workers_killed(self, parts: Parts) -> None:
         """No worker left: all are replaced, their samples generated again, at the same version."""
         version, before = parts.refit.version, len(parts.instances)
-        completions = self._generate_while_killing(parts, [0, 1])
+        named = parts.fleet.pids()
+        completions = self._generate_while_killing(parts, {index: named[f"worker-{index}"] for index in (0, 1)})
         again = sum(1 for completion in completions if completion.attempt > 1)
         replaced = len(parts.instances) - before
         self.checks.add(
@@ -207,23 +225,24 @@ class FaultSession(Session):
         self.say(f"stopped {time.monotonic() - began:.1f} s after the update began: {reason}")
         self._judge_stop("trainer-killed-mid-transfer", parts, "its process is gone" in reason, reason)
 
-    def _hit_transfer(self, parts: Parts, name: str, target: str, signum: int) -> None:
+    def _hit_transfer(self, parts: Parts, name: str, target: str, signum: int, pids: list[int] | None = None) -> None:
+        """pids: which of the target's processes; all, if not given."""
         version = self._nudge(parts, SendFault("pause", self._middle(parts), pause_s=1.5))
-        self._pending = DelayedSignal(f"refit {version}: transfer", parts.fleet.pids()[target], signum, 0.5)
+        hit = pids or parts.fleet.pids()[target]
+        self._pending = DelayedSignal(f"refit {version}: transfer", hit, signum, 0.5)
         result = self._refit(parts, version)
         proper = failed_in(result) == [State.SENDING] and [f"worker-{r.worker}" for r in result.replaced] == [target]
         self._judge(name, proper, result)
 
-    def _generate_while_killing(self, parts: Parts, targets: list[int]) -> list[Any]:
-        """Completions during which the workers `targets` are killed, each once it has taken one of the prompts."""
+    def _generate_while_killing(self, parts: Parts, targets: dict[int, list[int]]) -> list[Any]:
+        """Completions during which these processes of workers are killed, each worker's once it has taken a prompt."""
         prompts = [prompt.token_ids for prompt in parts.task.prompts(1) for _ in range(8)]
         long = replace(parts, sampling=replace(parts.sampling, max_tokens=LONG_TOKENS, ignore_eos=True))
         generated = threading.Event()
-        pids = parts.fleet.pids()
         killers = []
-        for target in (f"worker-{index}" for index in targets):
-            log = self.out / "logs" / f"{target}.log"
-            arguments = (log, len(received_requests(log)), pids[target], generated)
+        for index, pids in targets.items():
+            log = self.out / "logs" / f"worker-{index}.log"
+            arguments = (log, len(received_requests(log)), pids, generated)
             killers.append(threading.Thread(target=kill_at_work, args=arguments))
         for killer in killers:
             killer.start()

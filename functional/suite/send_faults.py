@@ -10,7 +10,7 @@ import torch
 
 from functional.engine.plan_wire import Verdict
 from functional.engine.wire import Manifest
-from functional.runtime.refit.names import NamedTensors
+from functional.runtime.refit.expected import NamedTensors
 from functional.runtime.refit.source import LocalWeights
 
 T = TypeVar("T")

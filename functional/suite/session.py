@@ -19,9 +19,9 @@ from functional.runtime.fleet.settings import FleetSettings, new_namespace
 from functional.runtime.fleet.sockets import NodeSockets
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.jsonlines import JsonLines
-from functional.runtime.recipe.architectures import find_model_problem
+from functional.runtime.recipe.architectures import find_model_problem, read_config
 from functional.runtime.recipe.parser_check import EngineCheck
-from functional.runtime.recipe.rules import merge_stop_strings
+from functional.runtime.recipe.rules import layout_problems, merge_stop_strings
 from functional.runtime.refit.machine import Event, State, Transition
 from functional.runtime.refit.parts import Probe, RefitResult
 from functional.runtime.refit.probe import PROMPTS, probe_prompts
@@ -119,6 +119,8 @@ class Session:
         model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
         if problem := find_model_problem(model_dir / "config.json"):
             raise ConfigError(f"policy.model_name={recipe.policy.model_name!r}: {problem}")
+        for misfit in layout_problems(recipe, read_config(model_dir / "config.json")):
+            raise ConfigError(str(misfit))
         if self.tokenizer is None:  # a hub model's files are here only now
             self.tokenizer = find_tokenizer(str(model_dir))
             self.report.data = measure_data(recipe, self.tokenizer)

@@ -15,10 +15,11 @@ from functional.runtime.recipe.argv import WorkerPlace, frontend_arguments, work
 from functional.runtime.recipe.load import RecipeError
 from functional.runtime.recipe.options import GENERATION, shown_options
 from functional.runtime.recipe.parser_check import EngineCheck
-from functional.runtime.recipe.placement import plan_nodes
+from functional.runtime.recipe.placement import plan_nodes, possible_layouts
 from functional.runtime.recipe.redact import redacted
 from functional.runtime.recipe.rules import find_warnings
 from functional.runtime.recipe.seeds import engine_seed
+from functional.suite.models import known_config
 from functional.suite.preflight import Prepared, prepare
 
 PARSER_TIMEOUT_S = 120.0
@@ -59,6 +60,10 @@ def describe(prepared: Prepared, ask_engine: bool) -> dict[str, Any]:
         "frontend_argv": redacted(frontend),
         "engine_parser": "accepted" if ask_engine else "not asked",
         "placement": [str(node) for node in plan_nodes(recipe)],
+        "layout": str(recipe.layout),
+        "layouts": {
+            str(layout): engines for layout, engines in possible_layouts(recipe, known_config(recipe.policy.model_name))
+        },
         "data": asdict(prepared.data),
         "recipe": recipe.shown(),
     }
@@ -88,6 +93,8 @@ def _as_text(shown: dict[str, Any]) -> str:
         f"dynamo.frontend  {shlex.join(shown['frontend_argv'])}",
         f"engine's parser  {shown['engine_parser']}",
         *(f"{f'node {number}':<16} {what}" for number, what in enumerate(shown["placement"])),
+        f"engine           {shown['layout']}; a node may have "
+        + ", ".join(f"{engines} of {layout}" for layout, engines in shown["layouts"].items()),
         f"data             {data['dataset_name']} ({data['source']}), sha256 {data['sha256']}",
         f"longest prompt   {_tokens(data['longest_prompt'])}",
         "",

@@ -12,12 +12,12 @@ import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from functional.engine.plan_wire import Verdict
-from functional.engine.proof import Proof
+from functional.engine.proof import EngineProof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.errors import RefitError
 from functional.runtime.recipe.environment import SHARED_GPU
 from functional.runtime.recipe.model import Recipe
-from functional.runtime.refit.names import NamedTensors
+from functional.runtime.refit.expected import NamedTensors
 from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import ProbeScore
 from functional.runtime.rollout.completion import Completion
@@ -165,13 +165,16 @@ class Trainer:
         return time.monotonic() - began
 
     def _layout(self, version: int) -> list[Slot]:
-        return [Slot(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._held(version).items()]
+        return [Slot(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._checkpoint(version).items()]
 
     def _tensors(self, version: int) -> NamedTensors:
-        return ((name, tensor.detach().contiguous()) for name, tensor in self._held(version).items())
+        return ((name, tensor.detach().contiguous()) for name, tensor in self._checkpoint(version).items())
+
+    def _checkpoint(self, version: int) -> Mapping[str, torch.Tensor]:
+        return self._policy.form.of(self._held(version))
 
     def _held(self, version: int) -> Mapping[str, torch.Tensor]:
-        """Raises RefitError for a version that is neither the policy's nor the snapshot's."""
+        """The model's parameters. Raises RefitError for a version that is neither the policy's nor the snapshot's."""
         if version == self._version:
             return self._policy.weights
         if version == self._kept:
@@ -271,8 +274,8 @@ class RemoteWeights:
     def send(self, version: int) -> None:
         self._ask("send", version)
 
-    def proof(self, version: int) -> Proof:
-        proof: Proof = self._ask("proof", version)
+    def proof(self, version: int) -> EngineProof:
+        proof: EngineProof = self._ask("proof", version)
         return proof
 
     def exchange(self, version: int) -> None:

@@ -20,6 +20,8 @@ CHAT_TEMPLATE = (
 )
 
 TINY_VOCAB, QWEN3_VOCAB = 128, 151936
+FIRST_SPECIAL = 151643
+"""Of Qwen3's vocabulary."""
 
 
 class PlainTokenizer:
@@ -46,11 +48,16 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def tiny_tokenizer() -> Tokenizer:
-    """One token a character: newline and printable ASCII; 128 IDs with the special and reserved ones."""
+def random_models_tokenizer(vocab_size: int) -> Tokenizer:
+    """One that knows every ID of a vocabulary of this size: of characters if it is small, else of words."""
+    return tiny_tokenizer(vocab_size) if vocab_size < FIRST_SPECIAL else wide_tokenizer(vocab_size)
+
+
+def tiny_tokenizer(vocab_size: int = TINY_VOCAB) -> Tokenizer:
+    """One token a character: newline and printable ASCII; the special IDs before them, reserved ones behind."""
     characters = ["\n", *map(chr, range(32, 127))]
     special = [END_OF_TEXT, TURN_START, TURN_END, UNKNOWN]
-    reserved = [f"<|reserved_{i}|>" for i in range(TINY_VOCAB - len(special) - len(characters))]
+    reserved = [f"<|reserved_{i}|>" for i in range(vocab_size - len(special) - len(characters))]
     vocabulary = {token: i for i, token in enumerate([*special, *characters, *reserved])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -65,20 +72,19 @@ def wide_tokenizer(vocab_size: int) -> Tokenizer:
     Qwen3's special tokens keep their IDs (151643…); what follows them is reserved. Every ID decodes, and a text of
     such words encodes to the IDs it was decoded from.
     """
-    first_special = 151643
     letters = "abcdefghijklmnopqrstuvwxyz"
     base = sorted(pre_tokenizers.ByteLevel.alphabet())
     words: list[str] = []
     level = [""]
-    while len(base) + len(words) < first_special:
+    while len(base) + len(words) < FIRST_SPECIAL:
         level = [word + letter for word in level for letter in letters]
-        words += level[: first_special - len(base) - len(words)]
+        words += level[: FIRST_SPECIAL - len(base) - len(words)]
     vocabulary = {token: i for i, token in enumerate([*base, *("Ġ" + word for word in words)])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     special = [END_OF_TEXT, TURN_START, TURN_END]
-    reserved = [f"<|reserved_{i}|>" for i in range(vocab_size - first_special - len(special))]
+    reserved = [f"<|reserved_{i}|>" for i in range(vocab_size - FIRST_SPECIAL - len(special))]
     tokenizer.add_special_tokens([special_token(t) for t in [*special, *reserved]])
     return tokenizer
 

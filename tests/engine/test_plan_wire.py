@@ -18,7 +18,7 @@ from functional.engine.errors import TransferError
 from functional.engine.gloo import GlooGroup
 from functional.engine.group import Group, Rendezvous, join_store
 from functional.engine.nccl import NcclGroup
-from functional.engine.plan import Copy, Plan, PlanRefused, Target, View, make_plan
+from functional.engine.plan import Copy, Learned, Plan, PlanRefused, Target, View, make_plan
 from functional.engine.plan_copy import Packer, Spreader, make_buffers
 from functional.engine.plan_proof import RankProof
 from functional.engine.plan_wire import (
@@ -100,17 +100,18 @@ def engine_rank(pipe: Connection, port: int, rank: int, world: int, ranks: int, 
         group.form(60)
         device = device_of(rank)
 
-        def learn(manifest: Manifest) -> Plan | PlanRefused:
-            assert manifest.slots[: len(SLOTS)] == tuple(SLOTS)
-            plan = plan_of((rank - 1) % ranks, ranks)
-            if how == "refuse" and rank == 2:
-                return PlanRefused({"matrix1": "shuffled"})
-            if how == "part":
-                part = Copy("odd", View(0, (2,), (1,)), "odd", View(0, (2,), (1,)))
-                return make_plan(SLOTS, plan.targets, [*(c for c in plan.copies if c.source != "odd"), part])
-            return plan
+        def learn(manifest: Manifest) -> Learned:
+            assert manifest.slots == tuple(SLOTS)
+            plan, is_odd = plan_of((rank - 1) % ranks, ranks), rank == 2
+            if how == "unknown" and is_odd:
+                return Learned(None, {"matrix1": "gathered"})
+            return Learned(plan, {"matrix1": "shuffled"} if how == "packed" and is_odd else {})
 
-        plan, intake, digest = join_agreement(group, learn, 30)
+        agreed = join_agreement(group, learn, ranks, 30)
+        if agreed is None:
+            pipe.send(("no plan", [], 0, 0.0))
+            return
+        plan, intake = agreed.plan, agreed.intake
         tensors = {t.name: torch.zeros(t.shape, dtype=t.dtype, device=device) for t in plan.targets}
         buffer = torch.ones(3, device=device)
         loaded = Proof(None, prove_all([("buffer b", [buffer])], None))
@@ -129,9 +130,9 @@ def engine_rank(pipe: Connection, port: int, rank: int, world: int, ranks: int, 
                 buffer[1] = 7
             began = time.monotonic()
             if order in ("damage", "buffer", "prove"):
-                problems = prove_rank(group, digest, proof, TIMEOUT_S)
+                problems = prove_rank(group, agreed, proof, TIMEOUT_S)
             else:
-                problems = receive_planned(group, intake, digest, spreader, proof, TIMEOUT_S)
+                problems = receive_planned(group, agreed, spreader, proof, TIMEOUT_S)
             seconds = time.monotonic() - began
             sources = dict(weights(order, torch.device("cpu"))) if isinstance(order, int) else {}
             wrong = [
@@ -187,7 +188,7 @@ def fleets() -> Iterator[list[Fleet]]:
 
 
 def packer_of(agreement: Agreement, *, resident: bool = False) -> Packer:
-    return Packer(agreement.schedule, make_buffers(agreement.schedule.largest, device_of(0)), resident=resident)
+    return Packer(agreement.parts[0], make_buffers(agreement.parts[0].largest, device_of(0)), resident=resident)
 
 
 @pytest.mark.parametrize(("engines", "ranks"), [(1, 1), (2, 1), (1, 2), (2, 2)])
@@ -207,10 +208,10 @@ def test_every_rank_gets_its_own(fleets: list[Fleet], engines: int, ranks: int, 
         verdict = send_planned(fleet.group, agreement, packer, tensors.items(), KIND, TIMEOUT_S)
         answers = fleet.answers()
         assert [(kind, wrong) for kind, wrong, _, _ in answers] == [("got", [])] * (engines * ranks)
-        assert (verdict.problems, verdict.proved) == ([], len(SLOTS) * engines * ranks)
+        assert (verdict.problems, verdict.proved) == ([], len(SLOTS) * ranks)
         if ranks == 2:  # the matrices' half, and the norms
             assert all(received < 0.51 * total for _, _, received, _ in answers)
-    assert agreement.schedule.nbytes < total * 1.01  # each slice once, however many take it
+    assert agreement.parts[0].nbytes < total * 1.01  # each slice once, however many take it
     print(f"{TRANSPORT}: {engines} x {ranks}: {total / 1e6:.1f} MB, slowest {max(a[3] for a in answers):.4f} s")
 
 
@@ -245,7 +246,7 @@ def test_every_rank_proves_what_it_holds(fleets: list[Fleet], proof: Any) -> Non
 
     assert (send(), heard()) == ([], [[], []])
     (problem,) = refused = send(flipped)
-    assert problem.startswith("rank 2: matrix2: the bytes of matrix2 differ, hash ")
+    assert problem.startswith("rank 1 of engine 0: matrix2: the bytes of matrix2 differ, hash ")
     assert heard() == [refused] * 2
     assert (send(), heard()) == ([], [[], []])
     stale = prove("prove", seed=2)
@@ -254,32 +255,34 @@ def test_every_rank_proves_what_it_holds(fleets: list[Fleet], proof: Any) -> Non
     assert (prove("prove"), heard()) == ([], [[], []])
     damaged = prove("damage")
     assert [problem.split(",")[0] for problem in damaged] == [
-        f"rank {rank}: matrix2: the bytes of matrix2 differ" for rank in (1, 2)
+        f"rank {rank} of engine 0: matrix2: the bytes of matrix2 differ" for rank in (0, 1)
     ]
     heard()
-    assert prove("buffer")[1::2] == [f"rank {rank}: buffer b: changed since it was loaded" for rank in (1, 2)]
+    assert prove("buffer")[1::2] == [
+        f"rank {rank} of engine 0: buffer b: changed since it was loaded" for rank in (0, 1)
+    ]
     heard()
 
 
-def test_one_ranks_refusal_is_everyones_and_the_group_stays(fleets: list[Fleet]) -> None:
-    fleet = Fleet(1, 2, how="refuse")
+def test_what_one_rank_cannot_write_in_place_is_known_to_all(fleets: list[Fleet]) -> None:
+    fleet = Fleet(1, 2, how="packed")
     fleets.append(fleet)
-    with pytest.raises(PlanRefused, match=r"matrix1: shuffled \(rank 2\)"):
-        lead_agreement(fleet.group, SLOTS, 30)
-    assert [(kind, text) for kind, text, _, _ in fleet.answers()] == [
-        ("PlanRefused", "no plan: matrix1: shuffled (rank 2)")
-    ] * 2
+    agreement = lead_agreement(fleet.group, SLOTS, 30)
+    assert (agreement.schedule, agreement.problems) == (None, {"matrix1": "shuffled (rank 1 of engine 0)"})
+    assert agreement.of_engine == [plan_of(rank, 2) for rank in range(2)]
+    assert [kind for kind, _, _, _ in fleet.answers()] == ["no plan"] * 2
     fleet.group.check()
 
 
-def test_a_tensor_of_which_the_engine_takes_a_part_is_refused(fleets: list[Fleet]) -> None:
-    """All of a tensor may be left: of a tied head, say."""
-    fleet = Fleet(1, 1, how="part")
+def test_one_rank_without_a_plan_is_everyones_refusal_and_the_group_stays(fleets: list[Fleet]) -> None:
+    fleet = Fleet(1, 2, how="unknown")
     fleets.append(fleet)
-    more = [*SLOTS, Slot("unused", torch.bfloat16, (8,))]
-    with pytest.raises(PlanRefused, match="no plan: odd: the engine takes 2 of its 3 elements"):
-        lead_agreement(fleet.group, more, 30)
-    assert fleet.answers()[0][:2] == ("PlanRefused", "no plan: odd: the engine takes 2 of its 3 elements")
+    refusal = "no plan: matrix1: gathered (rank 1 of engine 0)"
+    with pytest.raises(PlanRefused) as refused:
+        lead_agreement(fleet.group, SLOTS, 30)
+    assert str(refused.value) == refusal
+    assert [answer[:2] for answer in fleet.answers()] == [("PlanRefused", refusal)] * 2
+    fleet.group.check()
 
 
 def test_a_rank_that_stalls_ends_the_update_at_its_deadline(fleets: list[Fleet]) -> None:

@@ -132,7 +132,7 @@ def test_updates_by_plan_are_proved_and_wrong_ones_refused(planned: Any, version
         assert (verdict.problems, verdict.proved) == ([], PARAMETERS)
         assert (completion(planned) == before) == (version == 0)
         kind = PROOFS[TRANSPORT]
-        planned.collective_rpc("prove_weights", kwargs={"expected": expected(versions[version], kind)})
+        planned.collective_rpc("prove_weights", kwargs={"expected": expected(source._plans, versions[version], kind)})
 
     for changed in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):
         source.changed = changed
@@ -153,8 +153,7 @@ def test_updates_by_plan_are_proved_and_wrong_ones_refused(planned: Any, version
 @pytest.mark.skipif(TRANSPORT == "nccl", reason="a GPU's layers pack nothing")
 def test_layers_that_pack_come_to_no_plan_and_keep_their_weights(engine: Any, versions: list[Path]) -> None:
     source = Source(versions)
-    engine.collective_rpc("prove_weights", kwargs={"expected": expected(versions[0])})
     problems = agree(engine, source)
     assert problems["model.layers.0.mlp.down_proj.weight"].startswith("its layer packs it")
-    engine.collective_rpc("prove_weights", kwargs={"expected": expected(versions[0])})
+    engine.collective_rpc("prove_weights", kwargs={"expected": expected(source._plans, versions[0])})
     source.close()

@@ -1,55 +1,16 @@
-"""What is expected of the engine, and how differences are told."""
+"""Proofs of single tensors, of ranks and engines, and how differences are told."""
 
 import hashlib
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from functional.engine import proof
 from functional.engine.nh import Key
-from functional.engine.proof import Proof, TensorProof, differences, prove_all, prove_tensor, refuse
-from functional.engine.transports import ProofKind
-from functional.runtime.refit.names import engine_name, expected_proof
+from functional.engine.proof import EngineProof, Proof, TensorProof, differences, prove_all, prove_tensor, refuse
 
-UNTIED = SimpleNamespace(architectures=["Qwen3ForCausalLM"], tie_word_embeddings=False)
-TIED = SimpleNamespace(architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True)
-Q, K, V = (torch.randn(rows, 6).to(torch.bfloat16) for rows in (4, 2, 2))
-ATTENTION = "model.layers.0.self_attn"
-
-
-def test_checkpoint_names_become_the_engines() -> None:
-    assert engine_name(f"{ATTENTION}.k_proj.weight") == (f"{ATTENTION}.qkv_proj.weight", 1, 3)
-    assert engine_name("model.layers.3.mlp.up_proj.bias") == ("model.layers.3.mlp.gate_up_proj.bias", 1, 2)
-    assert engine_name("lm_head.weight") == ("lm_head.weight", 0, 1)
-
-
-def test_parts_are_proved_as_the_fused_tensor_whatever_their_order() -> None:
-    named = [(f"{ATTENTION}.{part}_proj.weight", tensor) for part, tensor in (("v", V), ("q", Q), ("k", K))]
-    fused = f"{ATTENTION}.qkv_proj.weight"
-    assert expected_proof(named, UNTIED) == Proof(None, {fused: prove_tensor(torch.cat([Q, K, V]))})
-    keyed = expected_proof(named, UNTIED, "nh")
-    assert keyed.tensors == prove_all([(fused, [torch.cat([Q, K, V])])], keyed.key)
-
-
-def test_tied_embeddings_drop_the_head() -> None:
-    named = [("model.embed_tokens.weight", Q), ("lm_head.weight", Q)]
-    assert list(expected_proof(named, TIED).tensors) == ["model.embed_tokens.weight"]
-    assert len(expected_proof(named, UNTIED).tensors) == 2
-
-
-@pytest.mark.parametrize("kind", ["sha256", "nh"])
-def test_incomplete_or_repeated_tensors_are_refused(kind: ProofKind) -> None:
-    part = (f"{ATTENTION}.q_proj.weight", Q)
-    with pytest.raises(ValueError, match="are missing"):
-        expected_proof([part], UNTIED, kind)
-    with pytest.raises(ValueError, match="given twice"):
-        expected_proof([part, part], UNTIED, kind)
-    with pytest.raises(ValueError, match="given twice"):
-        expected_proof([("model.norm.weight", Q), ("model.norm.weight", Q)], UNTIED, kind)
-    with pytest.raises(ValueError, match="architecture GPT2LMHeadModel"):
-        expected_proof([part], SimpleNamespace(architectures=["GPT2LMHeadModel"]))
+Q = torch.randn(4, 6).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("key", [None, Key.draw()], ids=["sha256", "nh"])
@@ -69,13 +30,14 @@ def one(tensor: torch.Tensor, key: Key | None) -> TensorProof:
     return prove_all([("t", [tensor])], key)["t"]
 
 
-def test_each_keyed_proof_has_a_key_of_its_own_and_travels_whole() -> None:
-    named = [("model.norm.weight", Q)]
-    first, second = (expected_proof(named, UNTIED, "nh") for _ in range(2))
-    assert first.key != second.key
-    assert first.tensors != second.tensors
-    for made in (first, expected_proof(named, UNTIED)):
-        assert Proof.parse(json.loads(json.dumps(made.as_dict()))) == made
+def test_a_rank_takes_its_own_part_of_a_proof_that_travels_whole() -> None:
+    for key in (None, Key.draw()):
+        made = EngineProof(key, ({"a": one(Q, key)}, {"b": one(Q[:1], key), "c": one(Q[1:], key)}))
+        assert EngineProof.parse(json.loads(json.dumps(made.as_dict()))) == made
+        assert made.parameters == 3
+        assert made.of_rank(1, 2) == Proof(key, made.ranks[1])
+        with pytest.raises(ValueError, match=r"not proved: the proof is of 2 rank\(s\), the engine has 4"):
+            made.of_rank(1, 4)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])

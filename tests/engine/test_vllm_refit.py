@@ -11,21 +11,26 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
+from functional.engine.plan import Plan
 from functional.engine.transports import PROOF_VARIABLE
-from functional.runtime.refit.names import engine_name, expected_proof
+from functional.engine.wire import Manifest
+from functional.runtime.refit.expected import ExpectedProof
+from functional.runtime.refit.source import Sender
 
 TRANSPORT = os.environ.get("TRANSPORT", "gloo")
 TIMEOUT_S = 8.0 if TRANSPORT == "gloo" else 15.0
 SLACK_S = 4.0
 CHANGED = "model.layers.1.mlp.gate_proj.weight"
+PLANS: dict[Any, list[Plan]] = {}
+"""Of the engine under test."""
 pytestmark = pytest.mark.faults
 
 
@@ -33,14 +38,38 @@ def sender_device() -> str:
     return "cpu" if TRANSPORT == "gloo" else f"cuda:{torch.cuda.device_count() - 1}"
 
 
-def expected(model: Path, kind: Any = None) -> dict[str, Any]:
+@pytest.fixture(autouse=True)
+def plans(engine: Any, versions: list[Path]) -> list[Plan]:
+    if engine not in PLANS:
+        PLANS.clear()
+        PLANS[engine] = learn(engine, versions[0])
+    return PLANS[engine]
+
+
+def learn(engine: Any, model: Path, ranks: int = 1) -> list[Plan]:
+    """What the engine's ranks tell a sender."""
+    sender = Sender(TRANSPORT, sender_device(), TIMEOUT_S)
+    port = sender.listen("127.0.0.1")
+    slots = Manifest.of(load_file(model / "model.safetensors").items(), packed=True).slots
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(lambda: sender.connect("127.0.0.1", port, 1 + ranks) or sender.agree(slots))
+        join(engine, port, ranks)
+        engine.collective_rpc("learn_plan", kwargs={"timeout_s": TIMEOUT_S})
+        found = heard.result(TIMEOUT_S).of_engine
+    sender.close()
+    return found
+
+
+def expected(plans: list[Plan], model: Path, kind: Any = None) -> dict[str, Any]:
     """By what the engine under test is asked for, or by `kind`."""
-    named, config = load_file(model / "model.safetensors").items(), AutoConfig.from_pretrained(model)
-    return expected_proof(named, config, kind or os.environ[PROOF_VARIABLE]).as_dict()
+    with ExpectedProof(plans, kind or os.environ[PROOF_VARIABLE]) as proof:
+        for name, tensor in load_file(model / "model.safetensors").items():
+            proof.add(name, tensor)
+        return proof.result(60).as_dict()
 
 
 def prove(engine: Any, model: Path) -> None:
-    engine.collective_rpc("prove_weights", kwargs={"expected": expected(model)})
+    engine.collective_rpc("prove_weights", kwargs={"expected": expected(PLANS[engine], model)})
 
 
 @contextlib.contextmanager
@@ -59,18 +88,22 @@ def sending(model: Path, **plan: Any) -> Iterator[tuple[subprocess.Popen[str], d
         process.wait()
 
 
-def receive(engine: Any, hello: dict[str, Any]) -> None:
-    """The worker's part of a refit, without finish."""
-    init_info = {"master_address": "127.0.0.1", "master_port": hello["port"], "rank_offset": 1, "world_size": 2}
+def join(engine: Any, port: int, ranks: int = 1) -> None:
+    init_info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 1 + ranks}
     engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {**init_info, "timeout_s": TIMEOUT_S}})
+
+
+def receive(engine: Any, hello: dict[str, Any], ranks: int = 1) -> None:
+    """The worker's part of a refit, without finish."""
+    join(engine, hello["port"], ranks)
     engine.collective_rpc("reset_reload")
     engine.collective_rpc("start_weight_update", kwargs={"is_checkpoint_format": True})
     engine.collective_rpc("update_weights", kwargs={"update_info": hello["info"]})
 
 
-def refit(engine: Any, model: Path, **plan: Any) -> None:
-    with sending(model, **plan) as (process, hello):
-        receive(engine, hello)
+def refit(engine: Any, model: Path, ranks: int = 1, **plan: Any) -> None:
+    with sending(model, world_size=1 + ranks, **plan) as (process, hello):
+        receive(engine, hello, ranks)
         engine.collective_rpc("finish_weight_update")
         assert process.stdout is not None
         assert json.loads(process.stdout.readline()) == {"sent": True}
@@ -106,11 +139,11 @@ def test_refit_is_proved(engine: Any, versions: list[Path], packed: bool) -> Non
     ],
     ids="-".join,
 )
-def test_wrong_bytes_are_refused(engine: Any, versions: list[Path], change: list[str]) -> None:
+def test_wrong_bytes_are_refused(engine: Any, versions: list[Path], plans: list[Plan], change: list[str]) -> None:
     with pytest.raises(Exception, match=r"weights not proved|failed") as refusal:  # noqa: PT012
         refit(engine, versions[1], change=change)  # vLLM's loader itself refuses some of a tensor sent twice
         prove(engine, versions[1])
-    names = [*change[1:], *(engine_name(name)[0] for name in change[1:])]
+    names = [*change[1:], *(copy.target for plan in plans for copy in plan.copies if copy.source in change)]
     assert change[0] == "twice" or any(name in str(refusal.value) for name in names)
     refit(engine, versions[0])
     prove(engine, versions[0])
@@ -155,23 +188,25 @@ def test_update_info_that_differs_is_refused_before_a_byte(engine: Any, versions
         assert "manifest" in answer["error"]
 
 
-def test_expected_names_must_be_complete(engine: Any, versions: list[Path]) -> None:
+def test_expected_names_must_be_complete(engine: Any, versions: list[Path], plans: list[Plan]) -> None:
     refit(engine, versions[0])
-    complete = expected(versions[0])
-    tensors = complete["tensors"]
-    one_less = {**complete, "tensors": {name: tensors[name] for name in tensors if name != "model.norm.weight"}}
+    complete = expected(plans, versions[0])
+    (tensors,) = complete["ranks"]
+    one_less = {**complete, "ranks": [{name: tensors[name] for name in tensors if name != "model.norm.weight"}]}
     with pytest.raises(Exception, match=r"model\.norm\.weight: in the engine, but not expected"):
         engine.collective_rpc("prove_weights", kwargs={"expected": one_less})
-    one_more = {**complete, "tensors": {**tensors, "lm_head.weight": tensors["model.norm.weight"]}}
+    one_more = {**complete, "ranks": [{**tensors, "lm_head.weight": tensors["model.norm.weight"]}]}
     with pytest.raises(Exception, match=r"lm_head\.weight: missing"):
         engine.collective_rpc("prove_weights", kwargs={"expected": one_more})
 
 
 @pytest.mark.skipif(TRANSPORT != "gloo", reason="packed weights are the CPU's")
-def test_a_proof_for_which_nothing_was_kept_is_refused_by_name(engine: Any, versions: list[Path]) -> None:
+def test_a_proof_for_which_nothing_was_kept_is_refused_by_name(
+    engine: Any, versions: list[Path], plans: list[Plan]
+) -> None:
     other = "sha256" if os.environ[PROOF_VARIABLE] == "nh" else "nh"
     with pytest.raises(Exception, match=f"start the engine with {PROOF_VARIABLE}={other}"):
-        engine.collective_rpc("prove_weights", kwargs={"expected": expected(versions[0], other)})
+        engine.collective_rpc("prove_weights", kwargs={"expected": expected(plans, versions[0], other)})
 
 
 def test_without_reset_a_failed_update_would_leave_garbage(engine: Any, versions: list[Path]) -> None:
@@ -192,7 +227,6 @@ def test_without_reset_a_failed_update_would_leave_garbage(engine: Any, versions
 
 def test_abort_ends_a_blocked_sender() -> None:
     from functional.engine.errors import TransferError
-    from functional.runtime.refit.source import Sender
 
     sender = Sender("gloo", "cpu", 60)
     sender.listen("127.0.0.1")

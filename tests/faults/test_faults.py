@@ -35,6 +35,11 @@ FOREIGN = {
     "ALL_PROXY": "http://127.0.0.1:9",
 }
 """What a caller's shell or pod may hold of other programs' settings."""
+LATER = ("rank-killed-mid-transfer",)
+WITH_EXPERTS = "rank-killed-generating"
+EXPERTS = ["policy.model_name=builtin:random-qwen3-moe", "data.dataset_name=token_set", "policy.optimizer.lr=0.5"]
+"""In that case, which is a whole run of two ranks: the family in which most can go wrong (experts that transformers
+fuses, fewer KV heads than ranks, a padded vocabulary). All others are in test_families."""
 TWO_WORKERS = ("cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2")
 
 
@@ -51,9 +56,11 @@ def logged_seeds(log):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in LATER else []) for name in sorted(CASES)]
+)
 def test_it_ends_clearly_and_leaves_nothing(name, tmp_path):
-    outcome = run_case(name, RECIPE, tmp_path / "out", [], EXIT_DEADLINE_S)
+    outcome = run_case(name, RECIPE, tmp_path / "out", EXPERTS if name == WITH_EXPERTS else [], EXIT_DEADLINE_S)
     assert outcome.problems == []
 
 

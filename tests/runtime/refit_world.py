@@ -12,7 +12,7 @@ import torch
 
 from functional.engine.errors import NOT_PROVED
 from functional.engine.plan_wire import Verdict
-from functional.engine.proof import Proof, TensorProof
+from functional.engine.proof import EngineProof, TensorProof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.errors import RefitError, RolloutError, RunError
 from functional.runtime.fleet.control import ControlError, WorkerLostError, rpc_body
@@ -176,11 +176,11 @@ class World:
     def connect(self, address: str, port: int, world_size: int) -> None:
         self.alive()
 
-    def proof(self, version: int) -> Proof:
+    def proof(self, version: int) -> EngineProof:
         self.alive()
         if self.chooser.pick(["ok", "fails"]) == "fails":
             raise RefitError("the hashing failed")
-        return Proof(None, {"w": TensorProof("bfloat16", (1,), 2, str(version))})
+        return EngineProof(None, ({"w": TensorProof("bfloat16", (1,), 2, str(version))},))
 
     def agree(self, version: int) -> dict[str, str]:
         self.alive()
@@ -191,12 +191,12 @@ class World:
     def send_by_plan(self, version: int) -> Verdict:
         self.claimed = version
         self.send(version)
-        return Verdict([], len(self.workers), 0.0, 0.0)
+        return Verdict([], 1, [2], 0.0, 0.0)
 
     def prove_by_plan(self, version: int) -> Verdict:
         self.alive()
         self.claimed = version
-        return Verdict([], len(self.workers), 0.0, 0.0)
+        return Verdict([], 1, [2], 0.0, 0.0)
 
     def send(self, version: int) -> None:
         self.assert_sound()
@@ -296,7 +296,7 @@ class FakeControl:
             self.require(engine.loading, "no reload is under way")
             engine.loading, engine.weights = False, engine.incoming
         elif what == "prove_weights":
-            claimed = body["expected"]["tensors"]["w"]["digest"]
+            claimed = body["expected"]["ranks"][0]["w"]["digest"]
             self.require(str(engine.weights) == claimed, NOT_PROVED)
         if what in ("pause_generation", "flush_cache") and outcome != "silent":
             engine.cache.clear()

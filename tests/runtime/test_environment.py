@@ -141,7 +141,7 @@ def site(recipe, *devices):
 WORKERS = {
     "cpu": site(recipe_of()),
     "cuda": site(recipe_of({"device": "cuda"}), "3", "4"),
-    "shared GPU": site(recipe_of({"device": "cuda", "share_gpu": True})),
+    "shared GPU": site(recipe_of({"device": "cuda", "share_gpu": True}), "3", "4"),
 }
 
 
@@ -184,7 +184,7 @@ def test_a_workers_variables_on_each_device():
         "TORCH_COMPILE_DISABLE": "1",
         "CUDA_VISIBLE_DEVICES": "3,4",
     }
-    assert shared == cuda | SHARED_GPU
+    assert shared == SHARED_GPU | cuda
     assert "TORCH_COMPILE_DISABLE" not in worker_variables(site(recipe_of(enforce_eager=False)))
 
 

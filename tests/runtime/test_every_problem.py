@@ -52,14 +52,14 @@ data: {{dataset_name: {data}}}
 """
 G = "policy.generation"
 EXPECTED = {
-    "policy.model_name": "no proof of weights for architecture MixtralForCausalLM",
+    "policy.model_name": "architecture MixtralForCausalLM was never trained and proved",
     "policy.optimizer.momentum": "unknown key",
     f"{G}.temperature": "from 0.01 to 2",
     f"{G}.top_p": "whole distribution",
     f"{G}.top_k": "whole distribution",
     f"{G}.dynamo_cfg.frontend_args.router_mode": "'kv'",
     f"{G}.dynamo_cfg.worker_args.extra_cli_args": "grpo.seed",
-    f"{G}.vllm_cfg.tensor_parallel_size": "one rank only",
+    f"{G}.vllm_cfg.tensor_parallel_size": "3 attention heads do not divide among 2",
     f"{G}.vllm_cfg.precision": "bfloat16 only",
     f"{G}.vllm_cfg.vllm_metrics_logger_interval": "says otherwise",
     f"{G}.vllm_cfg.env_vars.DYN_NAMESPACE": "DYN_*",
@@ -79,7 +79,9 @@ EXPECTED = {
 def faulty(tmp_path):
     """A recipe with the guide's keys and a fault of each kind."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"architectures": ["MixtralForCausalLM"]}')
+    (tmp_path / "model" / "config.json").write_text(
+        '{"architectures": ["MixtralForCausalLM"], "num_attention_heads": 3}'
+    )
     (tmp_path / "bad.jsonl").write_text("not json\n")
     path = tmp_path / "faulty.yaml"
     path.write_text(FAULTY.format(model=tmp_path / "model", data=tmp_path / "bad.jsonl"))

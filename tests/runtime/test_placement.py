@@ -1,11 +1,13 @@
 """Which node of a run holds what, and that Ray's nodes are refused where they do not fit."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from functional.runtime.errors import ConfigError
 from functional.runtime.fleet import placement
 from functional.runtime.recipe.load import RecipeError
-from functional.runtime.recipe.placement import plan_nodes
+from functional.runtime.recipe.placement import plan_nodes, possible_layouts
 
 ONE_EACH = ("cluster.gpus_per_node=2", "G.colocated.resources.gpus_per_node=1")
 
@@ -13,11 +15,25 @@ ONE_EACH = ("cluster.gpus_per_node=2", "G.colocated.resources.gpus_per_node=1")
 @pytest.mark.parametrize(
     ("overrides", "plan"),
     [
-        (("cluster.gpus_per_node=5",), ["trainer, engines 0–3"]),
-        (ONE_EACH, ["trainer, engine 0"]),
-        ((*ONE_EACH, "cluster.num_nodes=2"), ["trainer, engine 0", "engine 1"]),
-        ((*ONE_EACH, "cluster.num_nodes=2", "G.colocated.resources.num_nodes=1"), ["trainer", "engine 0"]),
-        (("cluster.num_nodes=3", "G.colocated.resources.num_nodes=2"), ["trainer", "engines 0–3", "engines 4–7"]),
+        (("cluster.gpus_per_node=5",), ["trainer on device 0, engines 0–3 on devices 1–4"]),
+        (ONE_EACH, ["trainer on device 0, engine 0 on device 1"]),
+        ((*ONE_EACH, "cluster.num_nodes=2"), ["trainer on device 0, engine 0 on device 1", "engine 1 on device 0"]),
+        (
+            (*ONE_EACH, "cluster.num_nodes=2", "G.colocated.resources.num_nodes=1"),
+            ["trainer on device 0", "engine 0 on device 0"],
+        ),
+        (
+            ("cluster.num_nodes=3", "G.colocated.resources.num_nodes=2"),
+            ["trainer on device 0", "engines 0–3 on devices 0–3", "engines 4–7 on devices 0–3"],
+        ),
+        (
+            ("G.vllm_cfg.tensor_parallel_size=2",),
+            ["trainer on device 0, engine 0 on devices 1–2, engine 1 on devices 3–4"],
+        ),
+        (
+            ("G.vllm_cfg.pipeline_parallel_size=4", "cluster.device=cuda", "cluster.share_gpu=true"),
+            ["trainer on device 0, engine 0 on devices 0–3"],
+        ),
     ],
 )
 def test_plan(load, overrides, plan):
@@ -25,6 +41,20 @@ def test_plan(load, overrides, plan):
     planned = plan_nodes(recipe)
     assert list(map(str, planned)) == plan
     assert [index for node in planned for index in node.engines] == list(range(recipe.num_engines))
+
+
+def test_layouts_that_devices_and_model_allow(load):
+    def layouts(config, *overrides):
+        return {str(layout): engines for layout, engines in possible_layouts(load(*overrides), config)}
+
+    assert layouts({}) == {
+        "one device": 4, "pipeline 2": 2, "tensor 2": 2, "pipeline 4": 1, "tensor 2 × pipeline 2": 1, "tensor 4": 1
+    }  # fmt: skip
+    dense = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3}
+    assert layouts(dense) == {"one device": 4, "pipeline 2": 2, "tensor 2": 2, "tensor 2 × pipeline 2": 1}
+    moe = {"num_experts": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    assert layouts(moe, "cluster.device=cuda") == {"one device": 4, "tensor 2": 2, "tensor 2 × expert 2": 2}
+    assert layouts(moe) == {"one device": 4, "tensor 2": 2}
 
 
 @pytest.mark.parametrize(
@@ -86,3 +116,37 @@ def test_a_bundle_for_the_trainer_and_one_for_the_engines_of_each_node(load):
         (4, ["node:10.0.0.2"]),
     ]
     assert places == [(0, 1), (-1, 2)]
+
+
+@pytest.fixture
+def four_bundles(tmp_path):
+    """A placement group of four bundles of one virtual device each, on this machine."""
+    import ray
+    from ray.util.placement_group import placement_group
+
+    ray.init(address="local", num_cpus=2, num_gpus=5, include_dashboard=False, log_to_driver=False)
+    try:
+        group = placement_group([{"GPU": 1}] * 4)
+        assert group.wait(30)
+        yield group
+    finally:
+        ray.shutdown()
+
+
+def test_engines_over_bundles_of_one_device_each(load, four_bundles):
+    recipe = load("G.vllm_cfg.tensor_parallel_size=2", "cluster.device=cuda")
+    with pytest.raises(ConfigError, match=r"3 bundles for 2 engine\(s\) of 2 device\(s\): give 4"):
+        placement.place_in_bundles(recipe, four_bundles, [0, 1, 2])
+    address, nodes = placement.place_in_bundles(recipe, four_bundles, [2, 3, 0, 1])
+    ((node,), told) = nodes, placement.ray.get([_gpu_of(four_bundles, bundle) for bundle in (2, 3, 0, 1)])
+    assert (address, node.engines, node.is_drivers, node.has_trainer) == ("127.0.0.1", (0, 1), True, False)
+    settings = SimpleNamespace(recipe=recipe)
+    shares = placement.ray.get(node.owner.__ray_call__.remote(lambda owner: owner._devices(settings, 2)))
+    assert shares == [tuple(told[:2]), tuple(told[2:])]
+    assert len(set(told)) == 4
+
+
+def _gpu_of(group, bundle):
+    strategy = placement.PlacementGroupSchedulingStrategy(group, bundle)
+    task = placement.ray.remote(num_cpus=0, num_gpus=1)(lambda: str(placement.ray.get_gpu_ids()[0]))
+    return task.options(scheduling_strategy=strategy).remote()

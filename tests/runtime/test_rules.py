@@ -31,8 +31,6 @@ REFUSED = [
     ("G.quant_cfg=fp8.yaml", "G.quant_cfg", "without quantization"),
     ("G.real_quant=true", "G.real_quant", "without quantization"),
     # parallel sizes and placement
-    ("G.vllm_cfg.tensor_parallel_size=2", "G.vllm_cfg.tensor_parallel_size", "one rank only"),
-    ("G.vllm_cfg.pipeline_parallel_size=4", "G.vllm_cfg.pipeline_parallel_size", "one rank only"),
     ("G.vllm_cfg.tensor_parallel_size=0", "G.vllm_cfg.tensor_parallel_size", "greater than"),
     ("G.vllm_cfg.tensor_parallel_size=two", "G.vllm_cfg.tensor_parallel_size", "integer"),
     ("G.vllm_cfg.expert_parallel_size=2", "G.vllm_cfg.expert_parallel_size", "must be 1 or"),
@@ -361,14 +359,14 @@ def test_normalising_what_has_no_deviation_is_warned_of(load):
     ("config", "message"),
     [
         ('{"architectures": ["Qwen3ForCausalLM"]}', None),
-        ('{"architectures": ["Qwen3MoeForCausalLM"]}', "no proof of weights for architecture Qwen3MoeForCausalLM"),
-        ('{"architectures": []}', "no proof of weights for architecture None"),
-        ("[]", "no proof of weights for architecture None"),
+        ('{"architectures": ["Qwen3MoeForCausalLM"]}', None),
+        ('{"architectures": []}', "architecture None was never trained and proved"),
+        ("[]", "architecture None was never trained and proved"),
         ("not json", "cannot be read"),
         (None, "holds no config.json"),
         ('{"architectures": ["Qwen3ForCausalLM"], "quantization_config": {"bits": 4}}', "quantized"),
         ('{"architectures": ["Qwen3ForCausalLM"], "compression_config": {"bits": 4}}', "quantized"),
-        ('{"architectures": [["Qwen3ForCausalLM"]]}', "no proof of weights"),
+        ('{"architectures": [["Qwen3ForCausalLM"]]}', "was never trained and proved"),
         ("[" * 100_000, "cannot be read"),
     ],
 )

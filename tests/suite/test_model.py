@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,8 +109,9 @@ def test_wide_tokenizer_knows_every_id():
 
 
 def test_random_model_has_the_shape_s_config_and_the_same_bytes_twice(tmp_path, monkeypatch):
-    small = made.SHAPES["Qwen3-0.6B"] | {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    monkeypatch.setitem(made.SHAPES, "small", small)
+    whole = made.SHAPES["Qwen3-0.6B"]
+    less = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    monkeypatch.setitem(made.SHAPES, "small", replace(whole, config=whole.config | less))
     summary = made.random_model(tmp_path / "a", "small")
     made.random_model(tmp_path / "b", "small")
     assert files(tmp_path / "a") == files(tmp_path / "b")

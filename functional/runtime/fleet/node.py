@@ -66,7 +66,9 @@ class NodeOwner:
     Its calls run side by side. When it ends, however that may be, its workers' guards end them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, devices: tuple[str, ...] | None = None) -> None:
+        """devices: the workers' GPUs; those that Ray reserved for this actor, if not given."""
+        self._given = devices
         self._workers: dict[int, WorkerProcess] = {}
         self._servers: dict[int, HttpServer] = {}
         self._ports: PortRange | None = None
@@ -95,7 +97,8 @@ class NodeOwner:
         """Launch the node's workers; returns where each will serve."""
         self._ports = PortRange(node.address)
         interface = interface_name(node.address) or LOOPBACK_INTERFACE
-        below = collective_variables(interface) | worker_defaults(settings.recipe.cluster.device, len(node.engines))
+        ranks = len(node.engines) * settings.recipe.devices_per_engine
+        below = collective_variables(interface) | worker_defaults(settings.recipe.cluster.device, ranks)
         below |= inherited
         above = dict(control_plane) | node_variables(node.address, stream_interface(node.address))
         for index, devices in zip(node.engines, self._devices(settings, len(node.engines)), strict=True):
@@ -146,11 +149,13 @@ class NodeOwner:
         return address
 
     def _devices(self, settings: FleetSettings, engines: int) -> list[tuple[str, ...]]:
-        """GPUs that Ray reserved here, by worker; none where there is no GPU, or one that the trainer has too."""
+        """GPUs by worker: of this owner's own, or the machine's first where the trainer shares the first of them; none
+        on CPU."""
         recipe, size = settings.recipe, settings.recipe.devices_per_engine
-        if recipe.cluster.device == "cpu" or recipe.cluster.share_gpu:
+        if recipe.cluster.device == "cpu":
             return [()] * engines
-        ids = list(map(str, ray.get_gpu_ids()))
+        own = ray.get_gpu_ids() if self._given is None else self._given
+        ids = list(map(str, range(engines * size) if recipe.cluster.share_gpu else own))
         return [tuple(ids[number * size : (number + 1) * size]) for number in range(engines)]
 
 

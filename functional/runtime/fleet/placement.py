@@ -1,7 +1,7 @@
 """From a recipe's plan to nodes of the Ray cluster that this process has joined, each with its owner."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,33 +74,86 @@ def place(recipe: Recipe) -> Placement:
         raise RunError(f"Ray cannot reserve {bundles}: another job holds devices that cluster.gpus_per_node counts on")
     of_engines = (bundle for _, bundle in places)
     owners = [_start_owner(group, *parts) for parts in zip(plans, chosen, of_engines, strict=True)]
-    is_alone = [node["NodeID"] for node in chosen] == [own]
-    address, facts = (LOOPBACK, [NodeFacts("", LOOPBACK, {}, None)]) if is_alone else _ask(owners, chosen, own)
-    nodes = tuple(
-        Node(
-            name=told.name or node["NodeManagerHostname"],
-            address=told.address,
-            ray_id=node["NodeID"],
-            engines=plan.engines,
-            has_trainer=plan.has_trainer,
-            is_drivers=node["NodeID"] == own,
-            owner=owner,
-        )
-        for plan, node, owner, told in zip(plans, chosen, owners, facts, strict=True)
-    )
+    address, facts = _ask(owners, chosen, own)
+    nodes = tuple(_node(*parts, own) for parts in zip(plans, chosen, owners, facts, strict=True))
     options: dict[str, Any] = {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, places[0][0])}
     if recipe.cluster.device == "cuda" and (variables := dict(facts[0].collective)):
         options["runtime_env"] = {"env_vars": variables}
     return Placement(nodes, address, options, group)
 
 
+def place_in_bundles(recipe: Recipe, group: Any, bundles: Sequence[int]) -> tuple[str, tuple[Node, ...]]:
+    """Engines on bundles of one device each, of a placement group that a trainer made for itself and them.
+
+    Returns the driver's address, and a node with a started owner for each that has some of the bundles. An engine takes
+    bundles of one node, in the order given. Raises ConfigError where the bundles are not as many as the recipe's
+    engines take, or those of a node make no whole engines; RunError when no device is told in time.
+    """
+    size = recipe.devices_per_engine
+    wanted = recipe.num_engines * size
+    if len(bundles) != wanted:
+        raise ConfigError(
+            f"{len(bundles)} bundles for {recipe.num_engines} engine(s) of {size} device(s): give {wanted}"
+        )
+    device_of = ray.remote(num_cpus=0, num_gpus=1, max_retries=0)(_own_device)
+    asked = [
+        device_of.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
+        for bundle in bundles
+    ]
+    try:
+        told: list[tuple[str, str]] = ray.get(asked, timeout=OWNER_S)
+    except ray.exceptions.RayError as error:
+        raise RunError(f"bundles {list(bundles)}: no device was told ({type(error).__name__})") from error
+    devices: dict[str, list[str]] = {}
+    for ray_id, device in told:
+        devices.setdefault(ray_id, []).append(device)
+    own = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in _alive_nodes(own) if node["NodeID"] in devices]
+    plans, owners, slot = [], [], 0
+    for node in nodes:
+        there = devices[node["NodeID"]]
+        if len(there) % size:
+            where = f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            raise ConfigError(f"{where}: its {len(there)} bundle(s) make no whole engines of {size} devices")
+        engines = tuple(range(slot, slot + len(there) // size))
+        slot += len(engines)
+        plans.append(NodePlan(False, engines, len(there), size, 0))
+        owner: Any = NodeOwner
+        calls = CALLS_PER_WORKER * (len(engines) + 1)
+        options = {"num_gpus": 0, "max_concurrency": calls, "scheduling_strategy": _on(node["NodeID"])}
+        owners.append(owner.options(**options).remote(tuple(there)))
+    address, facts = _ask(owners, nodes, own)
+    return address, tuple(_node(*parts, own) for parts in zip(plans, nodes, owners, facts, strict=True))
+
+
+def _own_device() -> tuple[str, str]:
+    """Of the bundle that this runs in: Ray's ID of the node, and of the device there."""
+    (device,) = ray.get_gpu_ids()
+    return ray.get_runtime_context().get_node_id(), str(device)
+
+
+def _node(plan: NodePlan, node: dict[str, Any], owner: Any, told: NodeFacts, own: str) -> Node:
+    return Node(
+        name=told.name or node["NodeManagerHostname"],
+        address=told.address,
+        ray_id=node["NodeID"],
+        engines=plan.engines,
+        has_trainer=plan.has_trainer,
+        is_drivers=node["NodeID"] == own,
+        owner=owner,
+    )
+
+
+def _alive_nodes(own: str) -> list[dict[str, Any]]:
+    """Of Ray's, the driver's own first, the others in the order of their addresses."""
+    alive = (node for node in ray.nodes() if node["Alive"])
+    return sorted(alive, key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
+
+
 def _choose(recipe: Recipe, own: str) -> list[dict[str, Any]]:
     """As many of Ray's nodes as the recipe has, each with the devices that it counts on."""
     wanted, devices = recipe.cluster.num_nodes, recipe.cluster.gpus_per_node
-    alive = sorted(
-        (node for node in ray.nodes() if node["Alive"]),
-        key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]),
-    )
+    alive = _alive_nodes(own)
     fit = [node for node in alive if node["Resources"].get("GPU", 0) >= devices]
     if len(fit) >= wanted:
         return fit[:wanted]
@@ -145,7 +198,9 @@ def _on(ray_id: str) -> NodeAffinitySchedulingStrategy:
 
 
 def _ask(owners: list[Any], nodes: list[dict[str, Any]], drivers: str) -> tuple[str, list[NodeFacts]]:
-    """The address of the driver's node, and what each node says of itself."""
+    """The address of the driver's node, loopback where it is the only one, and what each node says of itself."""
+    if [node["NodeID"] for node in nodes] == [drivers]:
+        return LOOPBACK, [NodeFacts("", LOOPBACK, {}, None)]
     facts = []
     for owner, node in zip(owners, nodes, strict=True):
         try:

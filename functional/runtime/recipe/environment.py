@@ -65,7 +65,8 @@ WORKER_VARIABLES: dict[str, Callable[[WorkerSite], str | None]] = {
 """What the runtime gives each worker; None where it sets nothing."""
 
 SHARED_GPU = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
-"""Variables of trainer and worker when both are NCCL ranks on one GPU (needs NCCL 2.30.7)."""
+"""Variables of trainer and workers when the first GPU has an NCCL rank of both (needs NCCL 2.30.7); a worker's devices
+are its own."""
 
 NEVER_SET = frozenset(
     {
@@ -128,7 +129,7 @@ def inherited_environment() -> dict[str, str]:
 def worker_variables(site: WorkerSite) -> dict[str, str]:
     """What the runtime manages of one worker's environment."""
     made = {name: value for name, make in WORKER_VARIABLES.items() if (value := make(site)) is not None}
-    return made | SHARED_GPU if site.recipe.cluster.share_gpu and not site.is_on_cpu else made
+    return SHARED_GPU | made if site.recipe.cluster.share_gpu and not site.is_on_cpu else made
 
 
 def _control_timeout_s(site: WorkerSite) -> float:
@@ -199,15 +200,15 @@ def frontend_variables(arguments: FrontendArgs, stream_port: int, system_port: i
     }
 
 
-def worker_defaults(device: str, workers: int) -> dict[str, str]:
+def worker_defaults(device: str, ranks: int) -> dict[str, str]:
     """What an engine gets where neither caller nor recipe says otherwise.
 
-    On CPU its threads: the cores divided among the workers, as engines that together have more threads than cores wait
-    for each other. On a GPU no FlashInfer sampler: vLLM samples with it only where no log-probs are asked for, which
-    rollouts always are, but would compile it at the start.
+    On CPU its threads: the cores divided among the ranks of all engines, as processes that together have more threads
+    than cores wait for each other. On a GPU no FlashInfer sampler: vLLM samples with it only where no log-probs are
+    asked for, which rollouts always are, but would compile it at the start.
     """
     if device == "cpu":
-        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers))}
+        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     return {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from functional.engine.transports import TRANSPORTS, ProofKind, Transport
+from functional.runtime.recipe.architectures import Layout
 from functional.runtime.recipe.options import Option, classify
 from functional.runtime.recipe.redact import redacted, scrub
 
@@ -171,7 +172,7 @@ class OptimizerConfig(Section):
 
 
 class PolicyConfig(Section):
-    """`policy`: `model_name` is a local directory, a hub name, `builtin:arithmetic`, or `builtin:random-0.6b`."""
+    """`policy`: `model_name` is a local directory, a hub name, or one of the built-in models."""
 
     model_name: str
     max_grad_norm: float = Field(1.0, gt=0)
@@ -207,7 +208,7 @@ class LossConfig(OpenSection):
 
 
 class ClusterConfig(Section):
-    """`cluster`: `share_gpu` puts trainer and worker on one device, a test topology only."""
+    """`cluster`: `share_gpu` puts the trainer on the first of the engines' devices, a test topology only."""
 
     gpus_per_node: int = Field(2, ge=1)
     num_nodes: int = Field(1, ge=1)
@@ -270,10 +271,15 @@ class Recipe(Section):
     faults: FaultConfig = FaultConfig()
 
     @property
+    def layout(self) -> Layout:
+        """Of each engine."""
+        vllm = self.policy.generation.vllm_cfg
+        return Layout(vllm.tensor_parallel_size, vllm.pipeline_parallel_size, vllm.expert_parallel_size)
+
+    @property
     def devices_per_engine(self) -> int:
         """Devices of one engine group: tensor × pipeline parallel size."""
-        vllm = self.policy.generation.vllm_cfg
-        return vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+        return self.layout.ranks
 
     @property
     def engine_nodes(self) -> int:

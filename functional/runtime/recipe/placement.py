@@ -1,30 +1,53 @@
 """Which node of a run holds what: the trainer has a device of the first node, engines the last nodes that they take."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from functional.runtime.recipe.architectures import Layout, find_layout_problems
 from functional.runtime.recipe.model import Recipe
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One node. engines: slots of its workers; devices: how many of its devices are taken."""
+    """One node. engines: slots of its workers; devices: how many of its devices are taken; size: of them, by an engine.
+
+    first: the number of the engines' first device there, from 0.
+    """
 
     has_trainer: bool
     engines: tuple[int, ...]
     devices: int
+    size: int
+    first: int
 
     def __str__(self) -> str:
-        words = ["trainer"] if self.has_trainer else []
-        if self.engines:
-            first, last = self.engines[0], self.engines[-1]
-            words.append(f"engine {first}" if first == last else f"engines {first}–{last}")
+        words = ["trainer on device 0"] if self.has_trainer else []
+        if self.engines and self.size == 1:
+            taken = _devices(self.first, len(self.engines))
+            words.append(f"{_span('engine', self.engines[0], len(self.engines))} on {taken}")
+        else:
+            starts = range(self.first, self.first + self.size * len(self.engines), self.size)
+            pairs = zip(self.engines, starts, strict=True)
+            words += [f"engine {index} on {_devices(start, self.size)}" for index, start in pairs]
         return ", ".join(words) or "nothing"
 
 
 def plan_nodes(recipe: Recipe) -> tuple[NodePlan, ...]:
     """A plan for each of `cluster.num_nodes` nodes."""
     return tuple(_plan(recipe))
+
+
+def possible_layouts(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[tuple[Layout, int]]:
+    """Layouts of an engine that the devices of a node and a model with this config.json allow, and how many such
+    engines a node then has. An expert parallel group is as large as the tensor parallel one."""
+    devices = recipe.policy.generation.colocated.resources.gpus_per_node
+    for ranks in (count for count in range(1, devices + 1) if devices % count == 0):
+        for tensor in (count for count in range(1, ranks + 1) if ranks % count == 0):
+            for expert in sorted({1, tensor}) if config.get("num_experts") else (1,):
+                layout = Layout(tensor, ranks // tensor, expert)
+                if not any(find_layout_problems(config, layout, recipe.cluster.device)):
+                    yield layout, devices // ranks
 
 
 def _plan(recipe: Recipe) -> Iterator[NodePlan]:
@@ -34,4 +57,14 @@ def _plan(recipe: Recipe) -> Iterator[NodePlan]:
     for number in range(nodes):
         start = (number - first) * engines_per_node
         engines = tuple(range(start, start + engines_per_node)) if number >= first else ()
-        yield NodePlan(number == 0, engines, (number == 0) + len(engines) * size)
+        trainers = int(number == 0)
+        beside = 0 if recipe.cluster.share_gpu else trainers
+        yield NodePlan(bool(trainers), engines, trainers + len(engines) * size, size, beside)
+
+
+def _devices(first: int, count: int) -> str:
+    return _span("device", first, count)
+
+
+def _span(what: str, first: int, count: int) -> str:
+    return f"{what} {first}" if count == 1 else f"{what}s {first}–{first + count - 1}"

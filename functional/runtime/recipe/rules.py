@@ -6,13 +6,13 @@ that read it are silent (`UnreadKeyError`), and all others are heard.
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from functional.runtime.recipe.architectures import find_model_problem
+from functional.runtime.recipe.architectures import find_layout_problems, find_model_problem, read_config
 from functional.runtime.recipe.argv import FRONTEND_OWNERS, worker_flag_owners
 from functional.runtime.recipe.engine_flags import ENGINE_FLAGS, FRONTEND_FLAGS, WORKER_FLAGS
 from functional.runtime.recipe.environment import MANAGED_PREFIXES, MANAGED_VARIABLES, SHARED_GPU
@@ -121,15 +121,6 @@ def _group_fits(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"{RESOURCES}.gpus_per_node", node, message)
 
 
-def _one_rank(recipe: Recipe) -> Iterator[Problem]:
-    """`prove_weights` reads no sharded parameters yet; without a proof no update would ever be believed."""
-    message = "the proof of weights reads engines of one rank only: set it to 1"
-    if (tensor := recipe.policy.generation.vllm_cfg.tensor_parallel_size) > 1:
-        yield Problem(f"{VLLM_CFG}.tensor_parallel_size", tensor, message)
-    if (pipeline := recipe.policy.generation.vllm_cfg.pipeline_parallel_size) > 1:
-        yield Problem(f"{VLLM_CFG}.pipeline_parallel_size", pipeline, message)
-
-
 def _expert_group(recipe: Recipe) -> Iterator[Problem]:
     vllm = recipe.policy.generation.vllm_cfg
     tensor, expert = vllm.tensor_parallel_size, vllm.expert_parallel_size
@@ -186,6 +177,24 @@ def _model(recipe: Recipe) -> Iterator[Problem]:
         problem = find_model_problem(Path(kept))
     if problem:
         yield Problem("policy.model_name", name, problem)
+
+
+def _model_layout(recipe: Recipe) -> Iterator[Problem]:
+    """What the layout of an engine asks of a model; as `_model`, of one that is here."""
+    name = recipe.policy.model_name
+    if is_folder(name):
+        config = read_config(Path(name) / "config.json")
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name) and isinstance(kept := _in_hub_cache(name), str):
+        config = read_config(Path(kept))
+    else:
+        config = {}
+    yield from layout_problems(recipe, config)
+
+
+def layout_problems(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Of an engine's layout and a model with this config.json."""
+    for key, message in find_layout_problems(config, recipe.layout, recipe.cluster.device):
+        yield Problem(f"{VLLM_CFG}.{key}", getattr(recipe.policy.generation.vllm_cfg, key), message)
 
 
 def _in_hub_cache(name: str) -> Any:
@@ -420,8 +429,8 @@ def _weights_and_biases(recipe: Recipe) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     _model,
+    _model_layout,
     _group_fits,
-    _one_rank,
     _expert_group,
     _colocation,
     _devices,

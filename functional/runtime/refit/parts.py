@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from functional.engine.plan_wire import Verdict
-from functional.engine.proof import Proof
+from functional.engine.proof import EngineProof
 from functional.engine.wire import Manifest
 from functional.runtime.errors import RefitError
 from functional.runtime.fleet.worker import Worker
@@ -35,9 +35,11 @@ class WeightSource(Protocol):
         """Join the transfer group as rank 0; returns when all have joined."""
 
     def agree(self, version: int) -> dict[str, str]:
-        """Agree with all engines, in a new group, on updates by plan of tensors like this version's.
+        """Agree with all engines, in a new group and beside their `learn_plan`, on how tensors like this version's
+        become what each rank holds.
 
-        Returns tensor → why there is no plan; empty if there is one. Has its own deadline.
+        Returns tensor → why updates are not by plan; nothing if they are. Raises RefitError, by tensor, where a proof
+        is not possible: some part is held by no rank, say. Has its own deadline.
         """
 
     def send_by_plan(self, version: int) -> Verdict:
@@ -50,7 +52,7 @@ class WeightSource(Protocol):
     def send(self, version: int) -> None:
         """Send every tensor by vLLM's checkpoint protocol. Has its own deadline."""
 
-    def proof(self, version: int) -> Proof:
+    def proof(self, version: int) -> EngineProof:
         """What an engine with this version's weights holds, sent before or not. Has its own deadline.
 
         A key is drawn in each call, so a call after the workers have finished draws it after their last copy.
@@ -107,8 +109,9 @@ class Replacement:
 class RefitResult:
     """What an update did. `asked` and `version` differ after a return to the version before.
 
-    by_plan: whether the weights were copied in place; if not, no_plan: tensor → why not. phases: seconds by name, of
-    the last attempt; probes: one verdict a worker.
+    proved: parameters of a worker, all ranks together; proved_bytes: of each rank. by_plan: whether the weights were
+    copied in place; if not, no_plan: tensor → why not. phases: seconds by name, of the last attempt; probes: one
+    verdict a worker.
     """
 
     asked: int
@@ -117,6 +120,7 @@ class RefitResult:
     bytes_sent: int = 0
     tensors: int = 0
     proved: int = 0
+    proved_bytes: list[int] = field(default_factory=list)
     by_plan: bool = False
     no_plan: dict[str, str] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)

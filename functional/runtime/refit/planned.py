@@ -1,25 +1,23 @@
 """The trainer's side of updates by plan: agreed on once a transfer group, then sent and proved in one go."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from functional.engine.group import Group
 from functional.engine.plan_copy import Packer, make_buffers
-from functional.engine.plan_wire import Verdict, lead_agreement, prove_sender, send_planned
+from functional.engine.plan_wire import Agreement, Verdict, prove_sender, send_planned
 from functional.engine.transports import ProofKind
-from functional.engine.wire import Slot
-from functional.runtime.refit.names import NamedTensors
+from functional.runtime.refit.expected import NamedTensors
 
 
 class PlannedSender:
-    """Rank 0 of a group that has agreed on a plan."""
+    """Rank 0 of a group that has agreed on updates by plan."""
 
-    def __init__(self, group: Group, slots: Sequence[Slot], kind: ProofKind, timeout_s: float) -> None:
-        """Agrees with all engine ranks. Raises as `lead_agreement` does: PlanRefused where the engine has no plan."""
+    def __init__(self, group: Group, agreement: Agreement, kind: ProofKind, timeout_s: float) -> None:
         self._group = group
         self._kind = kind
         self._timeout_s = timeout_s
-        self._agreement = lead_agreement(group, slots, timeout_s)
-        schedule = self._agreement.schedule
+        self._agreement = agreement
+        schedule, _ = agreement.parts
         self._packer = Packer(schedule, make_buffers(schedule.largest, group.device), resident=True)
 
     def send(

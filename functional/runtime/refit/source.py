@@ -10,13 +10,13 @@ from functional.engine.errors import TransferError
 from functional.engine.gloo import GlooGroup
 from functional.engine.group import Group, Rendezvous
 from functional.engine.nccl import NcclGroup
-from functional.engine.plan import PlanRefused
-from functional.engine.plan_wire import Verdict
-from functional.engine.proof import Proof
+from functional.engine.plan import Plan, PlanRefused
+from functional.engine.plan_wire import Agreement, Verdict, lead_agreement
+from functional.engine.proof import EngineProof
 from functional.engine.transports import BACKENDS, PROOFS, ProofKind
 from functional.engine.wire import DEFAULT_TIMEOUT_S, Manifest, Slot, exchange, send
 from functional.runtime.errors import RefitError
-from functional.runtime.refit.names import ExpectedProof, NamedTensors
+from functional.runtime.refit.expected import ExpectedProof, NamedTensors, check_coverage
 from functional.runtime.refit.planned import PlannedSender
 from functional.runtime.refit.probe import ProbeScore
 from functional.runtime.rollout.completion import Completion
@@ -55,6 +55,7 @@ class LocalWeights:
         self._timeout_s = timeout_s
         self._proof: ProofKind = proof or PROOFS[transport]
         self._sender: Sender | None = None
+        self._plans: list[Plan] | None = None
         self._planned: PlannedSender | None = None
         self._sent: tuple[int, ExpectedProof] | None = None
 
@@ -77,13 +78,18 @@ class LocalWeights:
         self._send(version, self.metadata(version), self._weights(version))
 
     def agree(self, version: int) -> dict[str, str]:
-        self._planned = None
+        self._plans = self._planned = None
         slots = tuple(self._layout(version))
         try:
-            self._planned = self._with_sender(lambda sender: sender.agree(slots, self._proof))
+            agreement = self._with_sender(lambda sender: sender.agree(slots))
+            tied = getattr(self._config, "tie_word_embeddings", False)
+            check_coverage(agreement.of_engine, slots, frozenset({"lm_head.weight"} if tied else ()))
         except PlanRefused as refused:
-            return refused.problems
-        return {}
+            raise RefitError(f"the weights cannot be proved: {refused}") from refused
+        self._plans = agreement.of_engine
+        if agreement.schedule is not None:
+            self._planned = self._with_sender(lambda sender: sender.planned(agreement, self._proof))
+        return dict(agreement.problems)
 
     def send_by_plan(self, version: int) -> Verdict:
         return self._send_by_plan(version)
@@ -92,7 +98,7 @@ class LocalWeights:
         planned, named = self._agreed(), self._weights(version)
         return self._with_sender(lambda _: planned.prove(named))
 
-    def proof(self, version: int) -> Proof:
+    def proof(self, version: int) -> EngineProof:
         with self._expected(version) as expected:
             check = (lambda: None) if self._sender is None else self._sender.check
             try:
@@ -156,7 +162,9 @@ class LocalWeights:
         return expected
 
     def _new_expected(self) -> ExpectedProof:
-        return ExpectedProof(self._config, self._proof, torch.device(self._device))
+        if self._plans is None:
+            raise RefitError("trainer: what the engines hold is not known, call agree first")
+        return ExpectedProof(self._plans, self._proof, torch.device(self._device))
 
     def _forget_sent(self) -> None:
         if self._sent is not None:
@@ -219,9 +227,13 @@ class Sender:
         """
         send(self._connected(), manifest, named, self._timeout_s)
 
-    def agree(self, slots: Sequence[Slot], proof: ProofKind) -> PlannedSender:
-        """Agree with the workers on updates by plan. Raises PlanRefused where they have none, and as `send` does."""
-        return PlannedSender(self._connected(), slots, proof, self._timeout_s)
+    def agree(self, slots: Sequence[Slot]) -> Agreement:
+        """Agree with the workers, beside their `learn_plan`, on how updates are made. Raises as `lead_agreement`."""
+        return lead_agreement(self._connected(), slots, self._timeout_s)
+
+    def planned(self, agreement: Agreement, proof: ProofKind) -> PlannedSender:
+        """What sends by plan in this group."""
+        return PlannedSender(self._connected(), agreement, proof, self._timeout_s)
 
     def exchange(self, manifest: Manifest) -> None:
         """Rank 0's part of `wire.exchange`."""

@@ -319,7 +319,7 @@ class FleetRefit:
             verdict = sent.result()
         result.phases["transfer"] -= verdict.prove_s
         result.phases["prove"] = verdict.prove_s
-        result.proved = verdict.proved // len(self.workers)
+        result.proved, result.proved_bytes = verdict.proved, verdict.proved_bytes
 
     def _prove(self, result: RefitResult) -> None:
         if result.by_plan:
@@ -329,7 +329,7 @@ class FleetRefit:
         with self._step("prove", result):
             proof = self._source.proof(self._target)
             self._on_all(self._rpc("prove_weights", expected=proof.as_dict()))
-            result.proved = len(proof.tensors)
+            result.proved, result.proved_bytes = proof.parameters, proof.nbytes
 
     def _clear(self, result: RefitResult) -> None:
         with self._step("clear", result):
