@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from test_vllm_refit import TIMEOUT_S, expected, join, learn, refit
+from test_vllm_refit import TIMEOUT_S, TRANSPORT, expected, join, learn, refit
 
 from functional.engine.plan import Plan
 from functional.engine.transports import BACKENDS, PROOF_VARIABLE
@@ -28,7 +28,7 @@ def two_ranks(versions: list[Path]) -> Iterator[Any]:
     llm = LLM(
         model=str(versions[0]), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=128,
         max_num_seqs=4, tensor_parallel_size=RANKS, distributed_executor_backend="mp",
-        weight_transfer_config={"backend": BACKENDS[os.environ.get("TRANSPORT", "gloo")]}, gpu_memory_utilization=0.3,
+        weight_transfer_config={"backend": BACKENDS[TRANSPORT]}, gpu_memory_utilization=0.3,
         worker_extension_cls="functional.engine.extension.WorkerExtension",
     )  # fmt: skip
     yield llm
@@ -75,6 +75,7 @@ def test_a_refit_reaches_both_ranks(two_ranks: Any, of_ranks: list[Plan], versio
         prove(two_ranks, expected(of_ranks, versions[1]))
 
 
+@pytest.mark.skipif(TRANSPORT != "gloo", reason="the trainer's ranks are on the CPU")
 def test_a_trainer_of_two_ranks_gathers_once_an_update(two_ranks: Any, versions: list[Path], tmp_path: Path) -> None:
     """FSDP2 over gloo: what the ranks of the engine hold afterwards is the trainer's whole weights."""
     program, store = Path(__file__).with_name("fsdp_trainer.py"), tmp_path / "store"
