@@ -140,19 +140,24 @@ def check_refit(checks: Checklist, name: str, result: RefitResult, fleet: Fleet,
         bytes_by_rank=result.proved_bytes,
         seconds=result.total_s,
     )
-    events = await_cleared(fleet, cleared_before)
     probes = result.probes
-    checks.add(
-        f"{name}.cache_clear_seen",
-        all(p.cached_before > 0 and p.cached_after == 0 for p in probes) and events is not False,
-        "; ".join(f"worker {p.worker}: {p.cached_before} cached tokens before, {p.cached_after} after" for p in probes)
-        + {True: "; clear events at the router", False: "; clear events missing at the router", None: ""}[events],
-    )
+    if fleet.settings.recipe.has_prefix_cache:
+        check_clear(checks, name, probes, await_cleared(fleet, cleared_before))
     checks.add(
         f"{name}.probe_matches",
         all(p.reading.finding not in (Finding.OTHER, Finding.NEITHER) for p in probes),
         "; ".join(describe_probe(p) for p in probes),
         probes=[asdict(p) for p in probes],
+    )
+
+
+def check_clear(checks: Checklist, name: str, probes: list[ProbeVerdict], events: bool | None) -> None:
+    """A prompt that hit each worker's cache misses it now. events: whether the router was told; None if it never is."""
+    checks.add(
+        f"{name}.cache_clear_seen",
+        all(p.cached_before > 0 and p.cached_after == 0 for p in probes) and events is not False,
+        "; ".join(f"worker {p.worker}: {p.cached_before} cached tokens before, {p.cached_after} after" for p in probes)
+        + {True: "; clear events at the router", False: "; clear events missing at the router", None: ""}[events],
     )
 
 
@@ -265,6 +270,8 @@ def check_routing(checks: Checklist, fleet: Fleet, instance_ids: set[int | None]
         {worker.instance_id for worker in fleet.workers} <= instance_ids,
         f"{len(instance_ids)} of {len(fleet.workers)} worker(s) served rollouts",
     )
+    if not fleet.settings.recipe.has_prefix_cache:
+        return
     if fleet.settings.generation.dynamo_cfg.frontend_args.router_mode != "kv":
         return
     stored = count_events(fleet, "stored")

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from transformers import AutoModelForCausalLM
 
-from functional.runtime.recipe.model import LossConfig
+from functional.runtime.recipe.model import LossConfig, OptimizerConfig, SchedulerConfig
 from functional.suite.checkpoint_views import CheckpointForm
 from functional.suite.grpo import clean, clipped_loss, mean_abs_difference
 
@@ -103,7 +104,8 @@ class Policy:
 
     temperature: the one generation samples at; log-probs are of logits / temperature, as the engine's processed
     log-probs are (no top-k or top-p). micro_batch_size: samples a forward pass (None: the whole batch).
-    keep_reference: keep a copy of the first weights, for reference_policy_kl_penalty.
+    optimizer: AdamW at 1e-3 unless given. keep_reference: keep a copy of the first weights, for
+    reference_policy_kl_penalty.
     """
 
     def __init__(
@@ -111,10 +113,9 @@ class Policy:
         model: Path | str,
         device: torch.device | str = "cpu",
         *,
-        lr: float = 1e-3,
-        optimizer: Literal["adamw", "sgd"] = "adamw",
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
+        optimizer: OptimizerConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
+        max_grad_norm: float | None = 1.0,
         temperature: float = 1.0,
         micro_batch_size: int | None = None,
         keep_reference: bool = False,
@@ -134,8 +135,10 @@ class Policy:
         self.weights: dict[str, Tensor] = dict(self.model.named_parameters())
         self.form = CheckpointForm(self.model)
         self.master = {name: p.detach().float().clone() for name, p in self.weights.items()}
-        self._new_optimizer = partial(make_optimizer, optimizer, list(self.master.values()), lr, weight_decay)
-        self.optimizer = self._new_optimizer()
+        self.steps = 0
+        """Optimizer steps taken, those of an earlier run included: what the learning rate goes by."""
+        self._configs = optimizer or OptimizerConfig(lr=1e-3), scheduler
+        self.optimizer, self.scheduler = self._new_optimizer()
 
     @property
     def config(self) -> Any:
@@ -214,6 +217,7 @@ class Policy:
                     gradients[name] += weight.grad
                     weight.grad = None
             metrics = {name: metrics.get(name, 0.0) + value for name, value in values.items()}
+        metrics["lr"] = self.optimizer.param_groups[0]["lr"]
         metrics["grad_norm"] = self._step(gradients)
         with torch.no_grad():
             after = self._all_logprobs(self.model, batch)
@@ -261,17 +265,27 @@ class Policy:
         for name, tensor in snapshot.items():
             self.weights[name].copy_(tensor)
             self.master[name].copy_(self.weights[name])
-        self.optimizer = self._new_optimizer()
+        self.optimizer, self.scheduler = self._new_optimizer()
+
+    def _new_optimizer(self) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
+        """A fresh optimizer, and a scheduler that has seen `steps` steps."""
+        optimizer, scheduler = self._configs
+        made = make_optimizer(optimizer, list(self.master.values()))
+        return made, None if scheduler is None else make_scheduler(scheduler, made, self.steps)
 
     def _step(self, gradients: dict[str, Tensor]) -> float:
         """Clip, step the master weights, round them into the bfloat16 copy -> the gradients' norm before clipping."""
         for name, master in self.master.items():
             master.grad = gradients[name]
-        norm = float(torch.nn.utils.clip_grad_norm_(list(self.master.values()), self.max_grad_norm))
+        bound = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self.master.values()), bound))
         if not math.isfinite(norm):
             raise ValueError(f"gradients are not finite (norm {norm}); weights left as they were")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        if self.scheduler is not None:
+            self.scheduler.step()
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(self.master[name])
@@ -304,10 +318,25 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
     return logits / getattr(model.config, "logits_scaling", 1.0)
 
 
-def make_optimizer(name: str, weights: list[Tensor], lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW or SGD over the tensors. Raises ValueError for another name."""
-    if name == "adamw":
-        return torch.optim.AdamW(weights, lr=lr, weight_decay=weight_decay)
-    if name == "sgd":
-        return torch.optim.SGD(weights, lr=lr, weight_decay=weight_decay)
-    raise ValueError(f"unknown optimizer {name!r}: want adamw or sgd")
+def make_optimizer(config: OptimizerConfig, weights: list[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer over the tensors."""
+    if config.name == "adamw":
+        return torch.optim.AdamW(
+            weights, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, eps=config.eps
+        )
+    return torch.optim.SGD(weights, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum)
+
+
+def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
+    """The learning rate's course over an optimizer, after as many steps. Raises TypeError for arguments that a stage
+    does not take."""
+    stages = [
+        getattr(torch.optim.lr_scheduler, stage.name.rpartition(".")[2])(optimizer, **stage.kwargs)
+        for stage in config.stages
+    ]
+    made = stages[0] if len(stages) == 1 else SequentialLR(optimizer, stages, config.milestones)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+        for _ in range(steps):  # as far as it has come; the optimizer itself takes no step
+            made.step()
+    return made

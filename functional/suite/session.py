@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -251,6 +252,7 @@ class Session:
                 attempts=generation.dynamo_cfg.update_attempts,
                 replace=replace_lost,
                 ranks_per_worker=recipe.devices_per_engine,
+                has_prefix_cache=recipe.has_prefix_cache,
                 on_step=lambda version, name: self.event(f"refit {version}: {name}"),
                 on_transition=self._note_transition,
             )
@@ -291,7 +293,8 @@ class Session:
             self._refit(parts, step)
         prompts = [prompt.token_ids for prompt in parts.task.prompts(steps + 1)]
         checks.check_post_update(self.checks, self._generate(parts, prompts, steps + 1), str(parts.refit.version))
-        self._check_overlap(parts)
+        if self.recipe.has_prefix_cache:
+            self._check_overlap(parts)
         checks.check_routing(self.checks, fleet, parts.records.instance_ids)
         fleet.check_membership()
         parts.telemetry.poll()
@@ -307,7 +310,7 @@ class Session:
         watched(parts.fleet, kept)
         metrics = watched(parts.fleet, parts.trainer.train.remote(batch.samples(), step))
         self.report.steps.append(as_step(step, batch, metrics))
-        parts.telemetry.write({f"train/{name}": value for name, value in metrics.items()}, step)
+        parts.telemetry.write(scalars(batch, metrics), step)
         checks.check_step(self.checks, step, batch, metrics, self.recipe.checks)
         self.say(f"step {step}: reward {batch.mean_reward:.3f}, " + checks.describe_step(metrics))
 
@@ -454,6 +457,35 @@ def watched(fleet: Fleet, reference: Any) -> Any:
     except RayError as error:
         cause = getattr(error, "cause", None) or error
         raise RunError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:400]}") from error
+
+
+ALSO_CALLED = {
+    "ratio": "probs_ratio",
+    "generation_kl": "gen_kl_error",
+    "kl_reference": "kl_penalty",
+    "importance_weight": "sampling_importance_ratio",
+    "importance_capped_fraction": "is_oob_ratio",
+    "tokens": "global_valid_toks",
+}
+"""Ours, and NeMo RL's name for the same figure; loss, grad_norm, lr and token_mult_prob_error have one name."""
+
+
+def scalars(batch: RolloutBatch, metrics: dict[str, float]) -> dict[str, float]:
+    """A step's figures under `train/`, by our names and by NeMo RL's."""
+    lengths = [len(completion.token_ids) for completion in batch.completions]
+    advantages = [advantage for advantage in batch.advantages if advantage is not None]
+    named = {
+        **metrics,
+        **{theirs: metrics[ours] for ours, theirs in ALSO_CALLED.items()},
+        "reward": batch.mean_reward,
+        "advantages/mean": statistics.fmean(advantages),
+        "advantages/max": max(advantages),
+        "advantages/min": min(advantages),
+        "mean_prompt_length": statistics.fmean(len(c.prompt_token_ids) for c in batch.completions),
+        "mean_gen_tokens_per_sample": statistics.fmean(lengths),
+        "truncation_rate": batch.truncated / len(lengths),
+    }
+    return {f"train/{name}": value for name, value in named.items()}
 
 
 def as_step(step: int, batch: RolloutBatch, metrics: dict[str, float]) -> Step:

@@ -43,9 +43,8 @@ class Trainer:
         self._policy = Policy(
             model_dir,
             recipe.cluster.device,
-            lr=policy.optimizer.lr,
-            optimizer=policy.optimizer.name,
-            weight_decay=policy.optimizer.weight_decay,
+            optimizer=policy.optimizer,
+            scheduler=policy.scheduler,
             max_grad_norm=policy.max_grad_norm,
             temperature=generation.temperature,
             micro_batch_size=policy.micro_batch_size,
@@ -103,6 +102,7 @@ class Trainer:
         """Undo the last step. Raises RefitError unless the copy on the host is of `version`."""
         if self._kept != version:
             raise RefitError(f"no snapshot of policy version {version}")
+        self._policy.steps -= 1
         self._policy.restore(self._copy.tensors)
         self._become(version)
 
