@@ -195,7 +195,8 @@ class Session:
 
     def _prepare(self, fleet: Fleet, trainer: Any, weights: Any, model_dir: Path, placement: Any) -> Parts:
         recipe, generation, tokenizer = self.recipe, self.recipe.policy.generation, self.tokenizer
-        task = make_task(recipe.data.dataset_name, tokenizer, recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
+        data, grpo = recipe.data, recipe.grpo
+        task = make_task(data.dataset_name, tokenizer, grpo.num_prompts_per_step, grpo.seed, data.keys)
         model_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         gate = AdmissionGate()
         journal = RequestJournal(self.out / "requests.jsonl")

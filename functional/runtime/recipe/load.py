@@ -72,7 +72,9 @@ def load_recipe(path: Path, overrides: list[str] | None = None, rules: Sequence[
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     recast = Recast(plain)
     recipe, problems = _read(recast.rest, [problem for problem in unresolved if not recast.is_aside(problem.key)])
-    problems += [*recast.problems, *find_problems(recipe, rules)]
+    named = {problem.key for problem in problems}
+    problems += [problem for problem in recast.problems if problem.key not in named]
+    problems += find_problems(recipe, rules)
     if problems:
         raise RecipeError(path, problems)
     return recipe.with_keys(recast.keys)

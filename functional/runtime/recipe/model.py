@@ -308,6 +308,11 @@ class DataConfig(Section):
     input_key: str = "prompt"
     output_key: str = "answer"
 
+    @property
+    def keys(self) -> tuple[str, str]:
+        """Of prompt and answer."""
+        return self.input_key, self.output_key
+
 
 class WandbConfig(Section):
     project: str = "dynamo-rl"
