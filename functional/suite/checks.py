@@ -68,6 +68,8 @@ def check_step(
     """Engine and trainer agree before the step, as far as the model's own rounding lets them, and the step moves the
     policy: by more than their noise, or it is said that this cannot be told."""
     check_agreement(checks, f"step{step}", metrics, thresholds)
+    if "filter_flips" in metrics:
+        check_flips(checks, f"step{step}", metrics)
     noise, shift = metrics["logp_noise"], metrics["logp_shift"]
     wanted = thresholds.shift_over_noise or SHIFT_TOLD
     told = shift >= wanted * noise and shift > 0
@@ -98,6 +100,22 @@ def check_agreement(checks: Checklist, name: str, metrics: dict[str, float], thr
         f"mean |trainer − engine| {noise:.5f} nats (at most {noise_bound:.5f}; {source})",
         noise=noise,
         bound=noise_bound,
+    )
+
+
+def check_flips(checks: Checklist, name: str, metrics: dict[str, float]) -> None:
+    """Tokens that the engine sampled and the trainer's top-k or top-p would cut lie no further outside than rounding
+    moves logits."""
+    flips, tokens = int(metrics["filter_flips"]), int(metrics["tokens"])
+    furthest, bound = metrics["filter_flip_nats"], metrics["filter_flip_nats_bound"]
+    checks.add(
+        f"{name}.filters_agree",
+        furthest <= bound,
+        f"{flips} of {tokens} sampled tokens outside the trainer's set, the furthest by {furthest:.5f} nats "
+        f"(at most {bound:.5f}); scored as members",
+        flips=flips,
+        furthest=furthest,
+        bound=bound,
     )
 
 

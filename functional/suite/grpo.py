@@ -114,11 +114,14 @@ def clipped_loss(
     reference_logp: Tensor | None = None,
     tokens: int | None = None,
     samples: int | None = None,
+    whole_logp: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """The clipped objective times the truncated importance weight, to be minimised, and its metrics.
 
     logp [B, T]: the current policy's, with gradient; old_logp [B, T]: the trainer's before the step;
     generation_logp [B, T]: the engine's; advantage [B] or [B, T]; mask [B, T] bool: true at completion tokens.
+    reference_logp, whole_logp [B, T]: of the model's whole distribution, by the reference and, with gradient, by the
+    current policy (logp, if not given), where the others are of what a sampling filter leaves.
     tokens, samples: the whole batch's counts when this is a micro-batch of it (see batch_mean).
     Raises ValueError for shapes that do not fit, a log-prob that is not finite, or a KL penalty without reference_logp.
     """
@@ -146,7 +149,7 @@ def clipped_loss(
     kl_reference = torch.zeros((), device=logp.device)
     if config.reference_policy_kl_penalty > 0 and reference_logp is not None:
         kl = kl_estimate(
-            logp,
+            logp if whole_logp is None else clean(whole_logp, mask),
             clean(reference_logp, mask),
             config.reference_policy_kl_type,
             config.kl_input_clamp_value,

@@ -28,7 +28,7 @@ from functional.runtime.refit.parts import Probe, RefitResult
 from functional.runtime.refit.probe import PROMPTS, probe_prompts
 from functional.runtime.refit.transaction import FleetRefit
 from functional.runtime.rollout.client import Limits, RolloutClient
-from functional.runtime.rollout.completion import Completion, Sampling
+from functional.runtime.rollout.completion import NO_TOP_K, Completion, Sampling
 from functional.runtime.rollout.gate import AdmissionGate
 from functional.runtime.rollout.generation import generate
 from functional.runtime.rollout.pool import HttpPool
@@ -221,6 +221,8 @@ class Session:
         sampling = Sampling(
             generation.max_new_tokens,
             generation.temperature,
+            generation.top_p,
+            generation.top_k or NO_TOP_K,
             stop_token_ids=tuple(generation.stop_token_ids or ()),
             stop_strings=merge_stop_strings(generation.stop_strings),
         )

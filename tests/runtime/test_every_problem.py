@@ -20,8 +20,8 @@ policy:
   generation:
     backend: dynamo
     temperature: 2.5
-    top_p: 0.95
-    top_k: 50
+    top_p: 1.95
+    top_k: 0
     dynamo_cfg:
       engine: vllm
       metrics_interval_s: 5

@@ -27,8 +27,8 @@ GENERATION_HINTS = {
     "vllm_cfg.precision": "generation runs in bfloat16 only",
     "vllm_cfg.kv_cache_dtype": "the cache has the model's precision, set auto",
     "temperature": "must be from 0.01 to 2: Dynamo's API takes none above, and vLLM raises lower ones to 0.01 unseen",
-    "top_p": "must be 1.0: the trainer scores the whole distribution",
-    "top_k": "must be null: the trainer scores the whole distribution",
+    "top_p": "must be above 0 and at most 1, which cuts nothing",
+    "top_k": "must be a whole number from 1, or null, which cuts nothing",
 }
 HINTS = {f"policy.generation.{key}": hint for key, hint in GENERATION_HINTS.items()}
 """Said instead of pydantic's words, by key path."""

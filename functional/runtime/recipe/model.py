@@ -65,6 +65,10 @@ def _nothing_is_empty(value: Any) -> Any:
     return {} if value is None else value
 
 
+def _all_is_null(value: Any) -> Any:
+    return None if value == -1 else value
+
+
 def _device_here() -> Literal["cpu", "cuda"]:
     return "cuda" if Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists() else "cpu"
 
@@ -177,13 +181,13 @@ class Colocated(Section):
 
 
 class GenerationConfig(OpenSection):
-    """`policy.generation`. `top_p` and `top_k` have one value each: the trainer scores the whole distribution."""
+    """`policy.generation`. The trainer scores what `top_p` and `top_k` leave, as the engine does; −1 is null."""
 
     backend: Literal["dynamo"] = "dynamo"
     max_new_tokens: int = Field(8, ge=1)
     temperature: float = Field(1.0, ge=0.01, le=2)
-    top_p: float = Field(1.0, ge=1, le=1)
-    top_k: None = None
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: Annotated[Annotated[int, Field(strict=True, ge=1)] | None, BeforeValidator(_all_is_null)] = None
     stop_token_ids: list[Annotated[int, Field(strict=True, ge=0, lt=2**32)]] | None = None
     stop_strings: list[str] | None = None
     dynamo_cfg: DynamoConfig = DynamoConfig()
@@ -341,14 +345,15 @@ class Thresholds(Section):
 class FaultConfig(Section):
     """`faults`: for fault tests only.
 
-    break_connections: chance that a request or answer breaks on its way. pause_send_s: holds a transfer open after
-    `pause_send_after` tensors, at the update to policy version `pause_send_version`, so that something can be killed in
-    the middle of it.
+    score_unfiltered: the trainer scores as if top_p and top_k cut nothing. break_connections: chance that a request or
+    answer breaks on its way. pause_send_s: holds a transfer open after `pause_send_after` tensors, at the update to
+    policy version `pause_send_version`, so that something can be killed in the middle of it.
     """
 
     pause_send_version: int | None = None
     pause_send_after: int = Field(5, ge=0)
     pause_send_s: float = Field(20, ge=0)
+    score_unfiltered: bool = False
     break_connections: float = Field(0.0, ge=0, le=0.9)
 
 
