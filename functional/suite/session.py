@@ -420,7 +420,8 @@ class Session:
         Asked of the frontend itself: where a connection breaks behind the answer, the next attempt would find the
         prefix that the one before it left in the cache.
         """
-        prompt, sampling = parts.overlap_prompt, Sampling(1, parts.sampling.temperature, ignore_eos=True)
+        prompt, named = parts.overlap_prompt, self._named(parts.fleet)[:1]
+        sampling = Sampling(1, parts.sampling.temperature, ignore_eos=True, instances=named)
 
         def routed() -> Completion:
             time.sleep(EVENT_DELAY_S)  # cache events reach the router behind the answers
@@ -501,7 +502,14 @@ class Session:
             find_lost=parts.refit.find_lost,
             make_whole=None if version is None else make_whole,
             on_lost=note_lost,
+            addressed=lambda asked: replace(asked, instances=self._named(parts.fleet)),
         )
+
+    def _named(self, fleet: Fleet) -> tuple[int, ...]:
+        """The workers that rollouts must name: all where the frontend routes none, else none."""
+        if self.recipe.policy.generation.dynamo_cfg.frontend_args.router_mode != "direct":
+            return ()
+        return tuple(worker.instance_id for worker in fleet.workers)
 
     def _rollouts(self, parts: Parts, step: int) -> RolloutBatch:
         prompts = parts.task.prompts(step)

@@ -16,7 +16,7 @@ from functional.runtime.recipe.architectures import Layout
 from functional.runtime.recipe.options import Option, classify
 from functional.runtime.recipe.redact import redacted, scrub
 
-RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted"]
+RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted", "direct"]
 
 
 class UnreadKeyError(Exception):

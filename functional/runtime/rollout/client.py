@@ -69,6 +69,7 @@ class RolloutClient:
         self._timeout_s = timeout_s
         self._journal = journal
         self._sendable: tuple[int, ...] | None = None
+        self._turns = itertools.count()
         self._inflight: contextlib.AbstractAsyncContextManager[object] = (
             contextlib.nullcontext() if max_inflight is None else asyncio.Semaphore(max_inflight)
         )
@@ -120,7 +121,8 @@ class RolloutClient:
         async with self._inflight:
             self._gate.enter()
             try:
-                return await self._complete(prompt, sampling, None, "rollout")
+                named = sampling.instances and sampling.instances[next(self._turns) % len(sampling.instances)]
+                return await self._complete(prompt, sampling, named or None, "rollout")
             finally:
                 self._gate.leave()
 
