@@ -31,7 +31,8 @@ def generate(
 
     find_lost asks every worker, and gives slot → why for those that count as lost; make_whole replaces them, at the
     version that the fleet has (a refit does both, and lies above this room), and is None while there is no such
-    version; addressed adds the workers that requests must name, as they are when it is asked; on_lost hears the place in the batch of each lost sample, and why, before anything is done about it.
+    version; on_lost hears the place in the batch of each lost sample, and why, before anything is done about it;
+    addressed adds the workers that requests must name, as they are when it is asked.
 
     Raises RolloutError for requests that failed although no worker was lost, or a second time; ProcessDiedError when a
     process dies that nothing replaces; and what `make_whole` raises.
