@@ -105,10 +105,12 @@ def write_checkpoint(
     files = list(unfinished.iterdir())
     for path in (*files, unfinished):
         sync(path)
+    replaced = folder.with_name(f"{UNFINISHED}{folder.name}-replaced")
     if folder.exists():
-        shutil.rmtree(folder)  # of a run that went back behind it
+        folder.rename(replaced)
     unfinished.rename(folder)
     sync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
     return sum((folder / file.name).stat().st_size for file in files)
 
 

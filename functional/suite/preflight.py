@@ -55,8 +55,8 @@ class DataRule:
         with suppress(UnreadKeyError):
             yield from self._validation(recipe)
         name = recipe.data.dataset_name
-        if name not in BUILTIN_DATA and (not name.endswith(".jsonl") or find_file_problem(name)):
-            return  # a rule of the runtime says so
+        if not _is_readable(name):
+            return
         try:
             self.data, questions = read_data(name, recipe.data.keys)
         except ConfigError as error:
@@ -73,7 +73,7 @@ class DataRule:
 
     def _validation(self, recipe: Recipe) -> Iterator[Problem]:
         source, context = recipe.data.validation, recipe.policy.generation.vllm_cfg.max_model_len
-        if source is None or (source.dataset_name not in BUILTIN_DATA and find_file_problem(source.dataset_name)):
+        if source is None or not _is_readable(source.dataset_name):
             return
         try:
             _, questions = read_data(source.dataset_name, source.keys)
@@ -90,6 +90,11 @@ class DataRule:
             self.tokenizer = None
             if not _is_refused(model):  # else a rule of the runtime has said why
                 yield _problem("policy.model_name", model, error)
+
+
+def _is_readable(name: str) -> bool:
+    """Whether there are such questions; if not, a rule of the runtime says so."""
+    return name in BUILTIN_DATA or (name.endswith(".jsonl") and not find_file_problem(name))
 
 
 def _count(record: DataRecord, prompts: int, held: float) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """One run from bring-up to its last check: the fleet, the trainer, the recipe's steps, and what each is checked for."""
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -360,6 +361,9 @@ class Session:
         for key, (given, kept) in ours.items():
             if given != kept:
                 raise ConfigError(f"{key}={given!r}: the checkpoint {newest} was made with {kept!r}")
+        if info.step >= grpo.max_num_steps:
+            message = f"the checkpoint {newest} has done them all: set more, or another checkpointing.checkpoint_dir"
+            raise ConfigError(f"grpo.max_num_steps={grpo.max_num_steps}: {message}")
         self.report.resumed_from = info.step
         self._earlier_engines = info.engines_started
         self.say(f"going on from {newest}, {info.step} of {grpo.max_num_steps} steps done")
@@ -369,7 +373,7 @@ class Session:
         began, folder = time.monotonic(), self.checkpoints.path(step).resolve()
         taken = self.report.steps[-1].model_dump(exclude={"step"})
         taken |= {"reward": taken.pop("mean_reward")}
-        metrics = {f"train:{name}": value for name, value in taken.items() if isinstance(value, float | int)}
+        metrics = {f"train:{name}": value for name, value in taken.items() if math.isfinite(value)}
         info = TrainingInfo(
             step=step,
             seed=self.recipe.grpo.seed,

@@ -98,7 +98,6 @@ ABSENT = {
     "data.add_eos",
     "data.add_generation_prompt",
     "data.add_system_prompt",
-    "data.split_validation_size",
     "env.should_use_nemo_gym",
     "logger.wandb.entity",
     "async_rl",

@@ -283,8 +283,12 @@ def _validation(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _validation_data(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.data.validation is not None:
-        yield from _dataset("data.validation.dataset_name", recipe.data.validation.dataset_name)
+    if (source := recipe.data.validation) is None:
+        return
+    key, name, trained = "data.validation.dataset_name", source.dataset_name, recipe.data.dataset_name
+    yield from _dataset(key, name)
+    if (name == "token_set") != (trained == "token_set"):
+        yield Problem(key, name, f"is rewarded otherwise than data.dataset_name={trained}")
 
 
 def _checkpointing(recipe: Recipe) -> Iterator[Problem]:
