@@ -318,9 +318,10 @@ class Session:
             checks.check_stale_refused(self.checks, step, parts.refit)
             result = self._refit(parts, step)
             found = self._validate(parts, step) if is_due(grpo, step) else {}
-            if result.reached and self.checkpoints.is_due(step, steps):
+            last = step if has_arrived(grpo, found) else steps
+            if result.reached and self.checkpoints.is_due(step, last):
                 self._save(parts, step, found)
-            if has_arrived(grpo, found):
+            if step == last < steps:
                 self.say(f"step {step}: {grpo.stop_at_validation_metric} has reached its threshold")
                 break
         prompts = [prompt.token_ids for prompt in parts.task.prompts(steps + 1)]

@@ -322,7 +322,8 @@ class Recast:
                     self.keys.append(Key(path, value, OptionClass.INAPPLICABLE, f"ignored: {_of_source(key)}"))
             if part == "validation":
                 source.pop("split_validation_size", None)
-                data["validation"] = source
+                unresolved = "data_path" in given and "dataset_name" not in source
+                data["validation"] = None if unresolved else source
             else:
                 del data["train"]
                 data.update({} if is_named else source)
