@@ -1,4 +1,4 @@
-"""pyxis and enroot as the job calls them. They are no packages of the distribution: `stand_ins` has what jobs meet in them."""
+"""pyxis and enroot as the job calls them. No package of the distribution: `stand_ins` has what jobs meet in them."""
 
 from __future__ import annotations
 
