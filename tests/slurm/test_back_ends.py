@@ -32,19 +32,22 @@ def submit_to(backend: str, command: str, **settings: str) -> Job:
 @pytest.mark.parametrize("backend", ["pyxis", "enroot"])
 def test_two_nodes_their_names_and_a_shell_on_each(backend: str) -> None:
     job = submit_to(backend, COMMAND)
-    job.wait_for("command")
-    for node in ("node1", "node2"):
-        script = f"/srv/alice/logs/{job.number}-logs/attach.sh"
-        shown = local("run", "-u", "alice", script, "-n", node, "sh", "-c", 'echo "$SLURMD_NODENAME"; ls /opt')
-        assert shown.stdout.split()[0] == node
-        assert "trainer_venv" in shown.stdout
-    results = job.logs / "results"
-    for _ in range(200):
-        if (results / "done").exists():
-            break
-        local("run", "sleep", "0.2")
-    (results / "looked").touch()
-    assert job.wait() == ("FAILED", "23:0"), job.log
+    try:
+        job.wait_for("command")
+        for node in ("node1", "node2"):
+            script = f"/srv/alice/logs/{job.number}-logs/attach.sh"
+            shown = local("run", "-u", "alice", script, "-n", node, "sh", "-c", 'echo "$SLURMD_NODENAME"; ls /opt')
+            assert shown.stdout.split()[0] == node
+            assert "trainer_venv" in shown.stdout
+        results = job.logs / "results"
+        for _ in range(200):
+            if (results / "done").exists():
+                break
+            local("run", "sleep", "0.2")
+        (results / "looked").touch()
+        assert job.wait() == ("FAILED", "23:0"), job.log
+    finally:
+        job.cancel()
     said = (job.logs / "driver.log").read_text()
     assert "nodes node1 node2" in said
     assert "site's []" in said
