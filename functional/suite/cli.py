@@ -141,6 +141,26 @@ def compare_routers(
     raise typer.Exit(run_module("functional.suite.compare_routers", recipe, out, *words))
 
 
+@app.command("serve-chat")
+def serve_chat(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for the report, records and logs.")] = Path("functional-chat"),
+    host: Annotated[str, typer.Option(help="Address to listen on; one of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.")] = 0,
+) -> None:
+    """Start the recipe's fleet, and serve chat with exact token IDs until stopped (docs/chat.md).
+
+    Prints the server's URL once it answers; OUT/chat.json has it too.
+
+    Example: functional serve-chat recipes/agent_cpu.yaml --port 8000 --out /tmp/chat
+    """
+    dynamo = "policy.generation.dynamo_cfg"
+    words = ["policy.generation.vllm_cfg.expose_http_server=true", f"{dynamo}.chat_host={host}"]
+    words.append(f"{dynamo}.chat_port={port}")
+    raise typer.Exit(run_module("functional.suite.serve", recipe, out, *words, *(overrides or [])))
+
+
 @app.command("make-model")
 def make_model_command(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],

@@ -14,20 +14,23 @@ ARITHMETIC = "builtin:arithmetic"
 ARITHMETIC_DIR = Path(__file__).parent / "arithmetic_model"
 """Part of the package: made once with `functional make-model`, and the same bytes on every machine."""
 RANDOM = "builtin:random-0.6b"
-BUILTIN = (ARITHMETIC, RANDOM)
+TOOLS = "builtin:tools"
+TOOLS_DIR = Path(__file__).parent / "tools_model"
+"""Calls tools: made once with `functional make-model --shape tools`."""
+BUILTIN = (ARITHMETIC, TOOLS, RANDOM)
 REMEDY = "take the file from the repository again, or install the package anew"
 
 
 def find_model(name: str, run_dir: Path, say: Callable[[str], None]) -> Path:
-    """Return the model's folder. `builtin:arithmetic` is in the package; `builtin:random-0.6b` is made, and kept where
-    `FUNCTIONAL_CACHE` says so.
+    """Return the model's folder. `builtin:arithmetic` and `builtin:tools` are in the package; `builtin:random-0.6b` is
+    made, and kept where `FUNCTIONAL_CACHE` says so.
 
     Raises ConfigError when `name` is neither built in, a local directory, nor to be had from the hub, and when a file
     of the built-in model is damaged.
     """
-    if name == ARITHMETIC:
-        check_sums(ARITHMETIC_DIR, REMEDY)
-        return ARITHMETIC_DIR
+    if (embedded := embedded_dir(name)) is not None:
+        check_sums(embedded, REMEDY)
+        return embedded
     if name == RANDOM:
         return _make_random(run_dir, say)
     if is_folder(name):
@@ -48,9 +51,9 @@ def find_tokenizer(name: str) -> Any | None:
 
     Raises ConfigError when a local directory holds none that transformers can load.
     """
-    if name == ARITHMETIC:
-        check_sums(ARITHMETIC_DIR, REMEDY)
-        return PlainTokenizer(load_tokenizer(ARITHMETIC_DIR))
+    if (embedded := embedded_dir(name)) is not None:
+        check_sums(embedded, REMEDY)
+        return PlainTokenizer(load_tokenizer(embedded))
     if name == RANDOM:
         return PlainTokenizer(wide_tokenizer(QWEN3_VOCAB))
     if not is_folder(name):
@@ -60,6 +63,11 @@ def find_tokenizer(name: str) -> Any | None:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"policy.model_name={name!r}: transformers loads no tokenizer from it: {reason}") from error
+
+
+def embedded_dir(name: str) -> Path | None:
+    """Folder of a model that is part of the package; None for any other."""
+    return {ARITHMETIC: ARITHMETIC_DIR, TOOLS: TOOLS_DIR}.get(name)
 
 
 def _make_random(run_dir: Path, say: Callable[[str], None]) -> Path:

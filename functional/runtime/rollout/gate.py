@@ -1,8 +1,11 @@
-"""The admission gate, which keeps rollouts and policy updates apart."""
+"""The admission gate, which keeps rollouts and policy updates apart, and the limit of what is under way."""
 
+import asyncio
 import threading
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
-from functional.runtime.errors import RolloutError
+from functional.runtime.errors import AdmissionShutError, RolloutError
 
 
 class AdmissionGate:
@@ -21,10 +24,10 @@ class AdmissionGate:
         return self._open
 
     def enter(self) -> None:
-        """Count one rollout in. Raises RolloutError while the gate is shut."""
+        """Count one rollout in. Raises AdmissionShutError while the gate is shut."""
         with self._condition:
             if not self._open:
-                raise RolloutError("rollout refused: admission is shut (an update is under way or has failed)")
+                raise AdmissionShutError("rollout refused: admission is shut (an update is under way or has failed)")
             self._inside += 1
 
     def leave(self) -> None:
@@ -47,3 +50,24 @@ class AdmissionGate:
     def reopen(self) -> None:
         with self._condition:
             self._open = True
+
+
+class Admission:
+    """What a rollout passes before it is sent: the limit of its client, then the gate."""
+
+    def __init__(self, gate: AdmissionGate, max_inflight: int | None) -> None:
+        """max_inflight: rollouts under way at a time, None for all of them."""
+        self._gate = gate
+        self._inflight: AbstractAsyncContextManager[object] = (
+            nullcontext() if max_inflight is None else asyncio.Semaphore(max_inflight)
+        )
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """Raises AdmissionShutError while the gate is shut."""
+        async with self._inflight:
+            self._gate.enter()
+            try:
+                yield
+            finally:
+                self._gate.leave()
