@@ -16,12 +16,10 @@ from functional.suite.agent_batch import (
     score_conversations,
 )
 from functional.suite.agents import AgentClient, Conversation, ToolTask
-from functional.suite.chat_service import load_template
 from functional.suite.flaky import flaky_proxy
 from functional.suite.preflight import Prepared
 from functional.suite.report import Report
 from functional.suite.session import Parts, Session
-from functional.suite.tasks import Task
 from functional.suite.tool_questions import ToolQuestion
 
 PATIENCE = 2.0
@@ -37,10 +35,6 @@ class AgentSession(Session):
         self._kept: list[RolloutRecord] = []
         self._proxies = ExitStack()
         self._stack.callback(self._proxies.close)
-
-    def _make_task(self, model_dir: Path) -> Task:
-        grpo = self.recipe.grpo
-        return ToolTask(load_template(self.recipe, model_dir), grpo.num_prompts_per_step, grpo.seed)
 
     def _last_completions(self, parts: Parts, step: int) -> list[Completion]:
         return [turn for conversation in self._converse(parts, step, 1) for turn in conversation.turns]

@@ -166,19 +166,22 @@ def make_model_command(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],
     seed: Annotated[int, typer.Option(help="Seed of the weights and lessons.")] = 0,
     shape: Annotated[
-        str, typer.Option(help="tiny (taught arithmetic); Qwen3-0.6B or Qwen3-8B (random weights).")
+        str,
+        typer.Option(help="tiny (taught arithmetic), tools (taught to call them); Qwen3-0.6B or Qwen3-8B (random)."),
     ] = "tiny",
 ) -> None:
     """Make a small Qwen3 with its tokenizer, the same bytes each time on one machine.
 
-    So the embedded model was made, once: builtin:arithmetic is a part of this package.
+    So the embedded models were made, once: builtin:arithmetic and builtin:tools are parts of this package.
 
     Example: functional make-model /tmp/tiny
     """
     from functional.suite.model import make_model, random_model
+    from functional.suite.tool_lessons import make_tool_model
 
+    taught = {"tiny": make_model, "tools": make_tool_model}
     try:
-        summary = make_model(out, seed) if shape == "tiny" else random_model(out, shape, seed)
+        summary: Any = taught[shape](out, seed) if shape in taught else random_model(out, shape, seed)
     except (FileExistsError, ValueError) as error:
         raise RunError(str(error)) from error
     typer.echo(json.dumps(asdict(summary), indent=2))

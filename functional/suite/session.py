@@ -22,7 +22,7 @@ from functional.runtime.fleet.worker import Worker
 from functional.runtime.jsonlines import JsonLines
 from functional.runtime.recipe.architectures import find_model_problem
 from functional.runtime.recipe.parser_check import EngineCheck
-from functional.runtime.recipe.rules import merge_stop_strings
+from functional.runtime.recipe.rules import TOOL_DATA, merge_stop_strings
 from functional.runtime.refit.machine import Event, State, Transition
 from functional.runtime.refit.parts import Probe, RefitResult
 from functional.runtime.refit.probe import PROMPTS, probe_prompts
@@ -37,8 +37,9 @@ from functional.runtime.rollout.requests import Attempt, RequestJournal, read_at
 from functional.runtime.rollout.spread import Served, SpreadClient
 from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import checks
+from functional.suite.agents import ToolTask
 from functional.suite.batch import RolloutBatch, score
-from functional.suite.chat_service import chat_server
+from functional.suite.chat_service import chat_server, load_template
 from functional.suite.checklist import Checklist
 from functional.suite.cluster import cluster_address, joined_ray
 from functional.suite.data import measure_data
@@ -289,6 +290,8 @@ class Session:
 
     def _make_task(self, model_dir: Path) -> Task:
         recipe = self.recipe
+        if recipe.data.dataset_name == TOOL_DATA:
+            return ToolTask(load_template(recipe, model_dir), recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
         return make_task(recipe.data.dataset_name, self.tokenizer, recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
 
     def _train(self, parts: Parts) -> None:

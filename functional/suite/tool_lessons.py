@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,7 @@ class ToolModelSummary:
     sha256: str
 
 
-def make_tool_model(
-    out: Path, seed: int = 0, steps: int = 700, threads: int = 1, say: Callable[[str], None] = lambda _: None
-) -> ToolModelSummary:
+def make_tool_model(out: Path, seed: int = 0, steps: int = 700, threads: int = 1) -> ToolModelSummary:
     """Make it at `out`; about ten minutes on one core. Raises FileExistsError if `out` exists."""
     started = time.monotonic()
     with new_folder(out) as folder, cpu_threads(threads):
@@ -52,7 +49,7 @@ def make_tool_model(
         torch.manual_seed(seed)
         model: Any = Qwen3ForCausalLM(config)
         model.float()
-        loss = teach(model, tokenizer, seed, steps, say)
+        loss = teach(model, tokenizer, seed, steps)
         model.to(torch.bfloat16)
         weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
         write_model(folder, config, weights, tokenizer, TOOL_TEMPLATE)
@@ -67,7 +64,7 @@ def make_tool_model(
         )
 
 
-def teach(model: Any, tokenizer: Tokenizer, seed: int, steps: int, say: Callable[[str], None]) -> float:
+def teach(model: Any, tokenizer: Tokenizer, seed: int, steps: int) -> float:
     """Train on the teacher's conversations, 64 a step; returns the last step's loss."""
     lessons = random.Random(f"tools/{seed}")
     questions = tool_questions()
@@ -82,8 +79,6 @@ def teach(model: Any, tokenizer: Tokenizer, seed: int, steps: int, say: Callable
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 50 == 0:
-            say(f"step {step}: loss {loss.item():.4f}")
     model.eval()
     return loss.item()
 

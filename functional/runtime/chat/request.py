@@ -13,7 +13,7 @@ ID_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """What an answer's message carries beside OpenAI's fields, and gives back to the next turn."""
 RENDERED = ("add_generation_prompt", "documents", "required_prefix_token_ids")
 """Used in rendering; Dynamo 1.3.0.post1 answers 400 for them."""
-OURS = ("stream", "stream_options", "n", "model", "max_tokens", "max_completion_tokens", "return_tokens_as_token_ids")
+OURS = ("stream", "stream_options", "n", "model", "max_tokens", "max_completion_tokens")
 """Not passed on, or set anew."""
 REFUSED = {
     "chat_template": "the policy's own template is used, with chat_template_kwargs",
@@ -108,7 +108,7 @@ def read_request(body: bytes, temperature: float, exclude_tools: bool = True) ->
         messages=[_for_template(message, f"messages.{index}") for index, message in enumerate(plain)],
         sent={name: value for name, value in given.items() if name not in dropped} | {"messages": plain},
         tools=None if not tools or (exclude_tools and given.get("tool_choice") == "none") else tools,
-        template_kwargs=_mapping(given, "chat_template_kwargs"),
+        template_kwargs=_template_kwargs(given),
         documents=given.get("documents"),
         add_generation_prompt=bool(given.get("add_generation_prompt", True)),
         prefix=prefix,
@@ -226,6 +226,11 @@ def _call(call: Any, place: str) -> dict[str, Any]:
     if not isinstance(arguments, dict | None):
         raise ChatError(f"{place}.function.arguments", "must be a JSON object")
     return call | {"function": function | {"arguments": arguments or {}}}
+
+
+def _template_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
+    effort = given.get("reasoning_effort")
+    return _mapping(given, "chat_template_kwargs") | ({} if effort is None else {"reasoning_effort": effort})
 
 
 def _max_tokens(given: Mapping[str, Any]) -> int | None:
