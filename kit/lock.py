@@ -35,6 +35,7 @@ class LockSet:
 # In this order: a trainer set takes its shared versions from the Dynamo set, so that files are equal and stored once.
 SETS = {
     "kit": (LockSet("kit", "kit", HOST_PYTHON),),
+    "gym": (LockSet("gym", "gym", "3.13"),),
     "cpu": (
         LockSet("dynamo-cpu", "dynamo-cpu", "3.13", overrides="overrides-cpu"),
         LockSet("trainer-cpu", "trainer", "3.13", overrides="overrides-cpu", agrees_with="dynamo-cpu"),

@@ -115,7 +115,7 @@ class AgentClient:
         calls = 0
         message: dict[str, Any] = {}
         while len(turns) < MAX_TURNS:
-            turn, message = await self._turn(messages, sampling)
+            turn, message = await self.turn(messages, sampling)
             turns.append(turn)
             asked = message.get("tool_calls") or []
             results = [use_tool(call["function"]["name"], call["function"]["arguments"]) for call in asked]
@@ -126,7 +126,7 @@ class AgentClient:
         said = "" if message.get("tool_calls") else message.get("content") or ""
         return Conversation(question, tuple(turns), said, calls)
 
-    async def _turn(self, messages: list[dict[str, Any]], sampling: Sampling) -> tuple[Completion, dict[str, Any]]:
+    async def turn(self, messages: list[dict[str, Any]], sampling: Sampling) -> tuple[Completion, dict[str, Any]]:
         body = {
             "model": self._model,
             "messages": messages,
