@@ -12,8 +12,6 @@ import json
 import os
 import socket
 import sys
-import threading
-import time
 
 SERVERS = ("policy_model", "calculator", "calculator_agent")
 
@@ -47,8 +45,8 @@ def configuration(chat_url, model):
     }
 
 
-def serve(server_type, name, config):
-    """Start one of Gym's servers in a thread."""
+def make_server(server_type, name, config):
+    """One of Gym's servers, ready to serve."""
     import uvicorn
     from nemo_gym.server_utils import ServerClient
     from omegaconf import OmegaConf
@@ -57,17 +55,7 @@ def serve(server_type, name, config):
     client = ServerClient(head_server_config=config["head_server"], global_config_dict=OmegaConf.create(config))
     server = server_type(config=server_type.load_config_from_global_config(), server_client=client)
     app = server.setup_webserver()
-    uvicorn_config = uvicorn.Config(app, host=server.config.host, port=server.config.port, log_level="warning")
-    threading.Thread(target=uvicorn.Server(uvicorn_config).run, daemon=True).start()
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection((server.config.host, server.config.port), 1).close()
-            return server.config.port
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
+    return uvicorn.Server(uvicorn.Config(app, host=server.config.host, port=server.config.port, log_level="warning"))
 
 
 def calculator_type():
@@ -116,8 +104,13 @@ def tool(name):
     return {"type": "function", "name": name, "description": name, "parameters": parameters, "strict": True}
 
 
-async def rollouts(port, questions):
+async def rollouts(servers, port, questions):
+    """On one loop, since Gym has one HTTP client a process."""
     import aiohttp
+
+    serving = [asyncio.ensure_future(server.serve()) for server in servers]
+    while not all(server.started for server in servers):
+        await asyncio.sleep(0.05)
 
     async def one(http, text, answer):
         params = {"input": [{"role": "user", "content": text}], "tools": [tool("add"), tool("sub")]}
@@ -127,7 +120,11 @@ async def rollouts(port, questions):
             return await response.json()
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as http:
-        return await asyncio.gather(*(one(http, text, answer) for text, answer in questions))
+        found = await asyncio.gather(*(one(http, text, answer) for text, answer in questions))
+    for server in servers:
+        server.should_exit = True
+    await asyncio.gather(*serving)
+    return found
 
 
 def main(chat_url, model, questions):
@@ -136,10 +133,10 @@ def main(chat_url, model, questions):
     from responses_api_agents.simple_agent.app import SimpleAgent
     from responses_api_models.vllm_model.app import VLLMModel
 
-    serve(VLLMModel, "policy_model", config)
-    serve(calculator_type(), "calculator", config)
-    port = serve(SimpleAgent, "calculator_agent", config)
-    print("ROLLOUTS " + json.dumps(asyncio.run(rollouts(port, json.loads(questions)))), flush=True)
+    types = {"policy_model": VLLMModel, "calculator": calculator_type(), "calculator_agent": SimpleAgent}
+    servers = [make_server(kind, name, config) for name, kind in types.items()]
+    found = asyncio.run(rollouts(servers, servers[-1].config.port, json.loads(questions)))
+    print("ROLLOUTS " + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

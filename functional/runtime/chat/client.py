@@ -1,6 +1,5 @@
 """Turns of conversations, asked of the fleet by the rules of rollouts: gate, limit, attempts, journal, checks."""
 
-import asyncio
 from dataclasses import dataclass
 
 from functional.runtime.chat.exchange import ChatCompletion, chat_answer_bound, chat_body, read_chat
@@ -9,7 +8,7 @@ from functional.runtime.chat.template import ChatTemplate
 from functional.runtime.rollout.completion import Asked, Sampling
 from functional.runtime.rollout.gate import Admission, AdmissionGate
 from functional.runtime.rollout.pool import HttpPool
-from functional.runtime.rollout.requests import RequestJournal
+from functional.runtime.rollout.requests import RequestJournal, SharedWrites
 from functional.runtime.rollout.sending import Sender, Sent
 from functional.runtime.rollout.spread import Served
 
@@ -33,7 +32,7 @@ class ChatClient:
         self.pool = pool
         self.served = served
         self._policy = policy
-        self._journal = journal
+        self._writes = None if journal is None else SharedWrites(journal)
         self._admission = Admission(gate, served.max_inflight)
         self._sender = Sender(pool, f"{served.url}/v1/chat/completions", served.timeout_s, journal)
 
@@ -56,11 +55,11 @@ class ChatClient:
 
         sending = chat_body(request, model, prompt, sampling)
         try:
-            async with self._admission.one():
+            async with self._admission:
                 return await self._sender.answer(sending, bound, read, "rollout")
         finally:
-            if self._journal is not None:
-                await asyncio.wrap_future(self._journal.written())
+            if self._writes is not None:
+                await self._writes.written()
 
     def _prompt(self, request: ChatRequest) -> tuple[int, ...]:
         limits = self.served.limits

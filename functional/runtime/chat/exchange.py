@@ -15,13 +15,12 @@ from functional.runtime.rollout.completion import (
     Extension,
     Sampling,
     Told,
-    Usage,
     as_completion,
     decode_answer,
 )
 
 
-class _TokenLogprob(msgspec.Struct):
+class _TokenLogprob(msgspec.Struct, gc=False):
     logprob: float | None = None
 
 
@@ -32,7 +31,7 @@ class _Listed(msgspec.Struct):
 class _Choice(msgspec.Struct):
     message: dict[str, Any] = {}
     finish_reason: str | None = None
-    logprobs: msgspec.Raw = msgspec.Raw(b"null")
+    logprobs: _Listed | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -41,15 +40,23 @@ class _Answer(msgspec.Struct):
     id: str | None = None
     created: int = 0
     choices: list[_Choice] | None = None
-    usage: msgspec.Raw = msgspec.Raw(b"null")
-    nvext: msgspec.Raw = msgspec.Raw(b"null")
+    usage: dict[str, Any] | None = None
+    nvext: Extension | None = None
+
+
+class _RawChoice(msgspec.Struct):
+    logprobs: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _RawAnswer(msgspec.Struct):
+    """What a client may ask for, as Dynamo wrote it."""
+
+    choices: list[_RawChoice]
+    nvext: dict[str, msgspec.Raw]
 
 
 _DECODER = msgspec.json.Decoder(_Answer)
-_LISTED = msgspec.json.Decoder(_Listed | None)
-_USAGE = msgspec.json.Decoder(Usage | None)
-_NVEXT = msgspec.json.Decoder(Extension | None)
-_NAMED = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_RAW = msgspec.json.Decoder(_RawAnswer)
 
 
 @dataclass(frozen=True)
@@ -101,15 +108,10 @@ def read_chat(body: bytes, asked: Asked, model: str, request: ChatRequest) -> Ch
     answer, misshapen = decode_answer(_DECODER, _Answer, body)
     choices = answer.choices or [_Choice()]
     choice = choices[0]
-    try:
-        usage, nvext = _USAGE.decode(answer.usage), _NVEXT.decode(answer.nvext)
-        listed = _LISTED.decode(choice.logprobs)
-    except msgspec.ValidationError as error:
-        usage, nvext, listed = None, None, None
-        misshapen = f"the answer is not shaped as Dynamo's are: {error}"
-    logprobs = [one.logprob for one in listed.content] if listed and listed.content else None
-    told = Told(answer.id, len(choices), choice.finish_reason, logprobs)
-    completion = as_completion(asked, told, usage, nvext, misshapen)
+    listed = choice.logprobs and choice.logprobs.content
+    told = Told(answer.id, len(choices), choice.finish_reason, listed and [one.logprob for one in listed])
+    cached = ((answer.usage or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
+    completion = as_completion(asked, told, cached, answer.nvext, misshapen)
     if completion.problem is not None:
         return ChatCompletion(completion, b"")
     message = choice.message | {
@@ -117,22 +119,19 @@ def read_chat(body: bytes, asked: Asked, model: str, request: ChatRequest) -> Ch
         "generation_token_ids": completion.token_ids,
         "generation_log_probs": completion.logprobs,
     }
+    shown_choice = {"index": 0, "message": message, "finish_reason": choice.finish_reason, "logprobs": None}
     shown = {
         "id": answer.id,
         "object": "chat.completion",
         "created": answer.created,
         "model": model,
-        "choices": [
-            {
-                "index": 0,
-                "message": message,
-                "finish_reason": choice.finish_reason,
-                "logprobs": choice.logprobs if request.wants_logprobs else None,
-            }
-        ],
+        "choices": [shown_choice],
         "usage": answer.usage,
     }
-    if request.extra_fields:
-        told_all = _NAMED.decode(answer.nvext)
-        shown["nvext"] = {name: told_all[name] for name in request.extra_fields if name in told_all}
+    if request.wants_logprobs or request.extra_fields:
+        raw = _RAW.decode(body)
+        if request.wants_logprobs:
+            shown_choice["logprobs"] = raw.choices[0].logprobs
+        if request.extra_fields:
+            shown["nvext"] = {name: raw.nvext[name] for name in request.extra_fields if name in raw.nvext}
     return ChatCompletion(completion, msgspec.json.encode(shown))

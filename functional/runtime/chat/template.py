@@ -9,12 +9,15 @@ whole would, but for the known part.
 
 import json
 import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 from functional.runtime.chat.request import ChatError, ChatRequest
 from functional.runtime.errors import ConfigError
 
+KEPT_TOKENS = 1 << 20
+"""Of turns that were encoded: some 50 MB with their texts."""
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -27,10 +30,15 @@ class ChatTemplate:
 
         Raises ConfigError where the template ends no turn of the assistant with one of them.
         """
+        from transformers.utils.chat_template_utils import _compile_jinja_template  # seconds of import
+
         self._tokenizer = tokenizer
         self._template = template
+        self._compile = _compile_jinja_template
+        self._special_tokens: dict[str, Any] = tokenizer.special_tokens_map
         texts = sorted(tokenizer.convert_ids_to_tokens(sorted(ends)), key=len, reverse=True)
         self._ends = re.compile("|".join(map(re.escape, texts)))
+        self._encoder = Encoder(tokenizer, self._ends, texts)
         self._refuse_unfit(texts)
 
     @classmethod
@@ -52,35 +60,31 @@ class ChatTemplate:
         """The token IDs that the request stands for. Raises ChatError where the template does not take it."""
         whole = self._render(request, request.messages, request.add_generation_prompt)
         if not request.prefix:
-            return tuple(self._encode(whole))
+            return tuple(self._encoder.encode(whole))
         known = self._render(request, request.messages[: request.prefix_turn + 1], False)
         turns = len(self._ends.findall(known))
         ends = list(self._ends.finditer(whole))
         if not 0 < turns <= len(ends):
             message = f"the template renders {turns} ends of turns up to it, and {len(ends)} in the whole conversation"
             raise ChatError(f"messages.{request.prefix_turn}", message)
-        rest = self._encode(whole[ends[turns - 1].start() :])
+        rest = self._encoder.encode(whole[ends[turns - 1].start() :])
         return request.prefix + tuple(rest[request.prefix[-1] == rest[0] :])
 
     def _render(self, request: ChatRequest, messages: list[dict[str, Any]], with_prompt: bool) -> str:
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages,
+            # What `apply_chat_template` does, but for its search of every message for dataclasses.
+            compiled = self._compile(self._tokenizer.get_chat_template(self._template, request.tools))
+            text: str = compiled.render(
+                messages=messages,
                 tools=request.tools,
                 documents=request.documents,
-                chat_template=self._template,
                 add_generation_prompt=with_prompt,
-                tokenize=False,
-                **request.template_kwargs,
+                **self._special_tokens | request.template_kwargs,
             )
         except Exception as error:  # whatever a template raises, its author's words among it
             reason = " ".join(str(error).split())[:300]
             raise ChatError("messages", f"the chat template refuses them: {reason}") from error
         return text
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
 
     def _refuse_unfit(self, texts: list[str]) -> None:
         try:
@@ -91,8 +95,50 @@ class ChatTemplate:
         behind = text[text.rfind("b") :]
         if not self._ends.search(behind):
             raise ConfigError(f"the chat template ends the assistant's turn with none of {', '.join(texts)}")
-        if any(len(self._encode(end)) != 1 for end in texts):
-            raise ConfigError(f"the tokenizer does not take each of {', '.join(texts)} as one token")
+        added = self._tokenizer.get_added_vocab()
+        if missing := [end for end in texts if end not in added]:
+            raise ConfigError(f"{', '.join(missing)}: no special token of the tokenizer, so turns cannot be told apart")
+
+
+class Encoder:
+    """Texts to token IDs, turn by turn, with the IDs of turns kept that come again: a group of rollouts begins with the
+    same, and all with the same tools."""
+
+    def __init__(self, tokenizer: Any, ends: re.Pattern[str], texts: list[str]) -> None:
+        """ends: matches the special tokens `texts`, at each of which encoding begins anew."""
+        self._tokenizer = tokenizer
+        self._ends = ends
+        added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+        # Such a token takes the blanks before it, which belong to another turn.
+        self._is_whole = any(text in added and added[text].lstrip for text in texts)
+        self._kept: OrderedDict[str, list[int]] = OrderedDict()
+        self._size = 0
+
+    def encode(self, text: str) -> list[int]:
+        """Without special tokens of the tokenizer's own accord."""
+        if self._is_whole:
+            return self._encoded(text)
+        ids: list[int] = []
+        begin = 0
+        for end in self._ends.finditer(text, 1):
+            ids += self._turn(text[begin : end.start()])
+            begin = end.start()
+        return ids + self._turn(text[begin:])
+
+    def _turn(self, text: str) -> list[int]:
+        ids = self._kept.get(text)
+        if ids is not None:
+            self._kept.move_to_end(text)
+            return ids
+        ids = self._kept[text] = self._encoded(text)
+        self._size += len(ids)
+        while self._size > KEPT_TOKENS:
+            self._size -= len(self._kept.popitem(last=False)[1])
+        return ids
+
+    def _encoded(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
 
 def end_ids(model_dir: Path, tokenizer: Any) -> list[int]:

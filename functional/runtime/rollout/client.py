@@ -113,7 +113,7 @@ class RolloutClient:
         return outcomes
 
     async def _rollout(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        async with self._admission.one():
+        async with self._admission:
             return await self._complete(prompt, sampling, None, "rollout")
 
     async def _complete(

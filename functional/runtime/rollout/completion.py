@@ -118,7 +118,7 @@ class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class _Usage(msgspec.Struct):
     prompt_tokens_details: _PromptDetails | None = None
 
 
@@ -144,7 +144,7 @@ class _Answer(msgspec.Struct):
 
     id: str | None = None
     choices: list[_Choice] | None = None
-    usage: Usage | None = None
+    usage: _Usage | None = None
     nvext: Extension | None = None
 
 
@@ -164,7 +164,8 @@ def read_completion(
     told = Told(
         answer.id, len(choices), choices[0].finish_reason, choices[0].logprobs and choices[0].logprobs.token_logprobs
     )
-    return as_completion(asked, told, answer.usage, answer.nvext, misshapen)
+    details = answer.usage and answer.usage.prompt_tokens_details
+    return as_completion(asked, told, details and details.cached_tokens, answer.nvext, misshapen)
 
 
 AnswerType = TypeVar("AnswerType")
@@ -205,12 +206,11 @@ class Told:
 
 
 def as_completion(
-    asked: Asked, told: Told, usage: Usage | None, nvext: Extension | None, misshapen: str | None
+    asked: Asked, told: Told, cached_tokens: int | None, nvext: Extension | None, misshapen: str | None
 ) -> Completion:
     """A Completion, with `problem` set to the first rule that the answer breaks; `misshapen` comes before all."""
     nvext = nvext or Extension()
     engine = nvext.engine_data or _EngineData()
-    details = usage and usage.prompt_tokens_details
     timing = nvext.timing or {}
     logprobs = engine.completion_logprobs or []
     if None in logprobs:
@@ -221,7 +221,7 @@ def as_completion(
         token_ids=tuple(nvext.completion_token_ids or ()),
         logprobs=tuple(cast("list[float]", logprobs)),
         instance_id=nvext.worker_id.decode_worker_id if nvext.worker_id else None,
-        cached_tokens=(details and details.cached_tokens) or 0,
+        cached_tokens=cached_tokens or 0,
         kv_hit_rate=timing.get("kv_hit_rate"),
         sent_at=asked.sent_at,
         answered_at=time.time(),

@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
+from types import TracebackType
 
 from functional.runtime.errors import AdmissionShutError, RolloutError
 
@@ -62,12 +62,17 @@ class Admission:
             nullcontext() if max_inflight is None else asyncio.Semaphore(max_inflight)
         )
 
-    @asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
+    async def __aenter__(self) -> None:
         """Raises AdmissionShutError while the gate is shut."""
-        async with self._inflight:
+        await self._inflight.__aenter__()
+        try:
             self._gate.enter()
-            try:
-                yield
-            finally:
-                self._gate.leave()
+        except BaseException:
+            await self._inflight.__aexit__(None, None, None)
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._gate.leave()
+        await self._inflight.__aexit__(kind, value, trace)
