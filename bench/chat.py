@@ -2,9 +2,10 @@
 
     python -m bench.chat
 
-Both in one process and in turns, with everything that a run does: gate, journal, checks. A server that answers at once
-stands for the fleet, and another process for the agents. Processor time is user and system time of the process that
-holds the chat server or the client, all threads.
+Both in one process and in turns, with everything that a run does: gate, journal, checks; both from text to text: the
+direct path encodes what is new in a turn, sends token IDs, and decodes the answer. A server that answers at once stands
+for the fleet, and another process for the agents. Processor time is user and system time of the process that holds the
+chat server or the client, all threads.
 """
 
 from __future__ import annotations
@@ -45,28 +46,27 @@ def main() -> None:
 def table(measured: Sequence[dict[str, Any]]) -> list[str]:
     """A row a cell: processor milliseconds a turn of both paths, and the ratio of their medians."""
     lines = ["# The chat path", "", "Made by `make bench BENCH=chat`.", ""]
+    lines.append(f"{os.cpu_count()} processors, shared with the agents and the server. Processor milliseconds a turn:")
     lines.append(
-        f"{os.cpu_count()} processors, shared with agents and server. A turn: tools and several turns before it."
+        "chat; direct, from text to text; and of this the client alone, which is given token IDs and gives some."
     )
     lines += [
         "",
-        "| prompt, tokens | answer, tokens | turns before | in flight | chat, ms | direct, ms | ratio | by round |",
+        "| prompt | answer | turns before | in flight | chat | direct | ratio | by round | client alone | ratio |",
     ]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
     cells = ("prompt", "tokens", "before", "inflight")
     for key in dict.fromkeys(tuple(row[name] for name in cells) for row in measured):
         rows = [row for row in measured if tuple(row[name] for name in cells) == key]
         times = {
             path: [row["processor_s"] / row["turns"] * 1e3 for row in rows if row["path"] == path]
-            for path in ("chat", "direct")
+            for path in ("chat", "direct", "client")
         }
-        chat, direct = (statistics.median(times[path]) for path in ("chat", "direct"))
+        chat, direct, client = (statistics.median(of_path) for of_path in times.values())
         ratios = [one / other for one, other in zip(times["chat"], times["direct"], strict=True)]
-        prompt, tokens, before, inflight = key
-        lines.append(
-            f"| {prompt} | {tokens} | {before} | {inflight} | {chat:.3f} | {direct:.3f} | {chat / direct:.2f} | "
-            f"{min(ratios):.2f} to {max(ratios):.2f} |"
-        )
+        figures = (*key, f"{chat:.3f}", f"{direct:.3f}", f"{chat / direct:.2f}")
+        figures += (f"{min(ratios):.2f} to {max(ratios):.2f}", f"{client:.3f}", f"{chat / client:.2f}")
+        lines.append(f"| {' | '.join(map(str, figures))} |")
     return [*lines, ""]
 
 

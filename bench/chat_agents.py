@@ -10,24 +10,61 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import aiohttp
+BETWEEN = b"\r\n\r\n"
+
+
+class Agent(asyncio.Protocol):
+    """One connection; a request as soon as the one before is answered. Nothing is read of an answer but its length, so
+    that the agents' own processor time, on processors that they share, counts for little."""
+
+    def __init__(self, requests: Iterator[bytes], done: asyncio.Future[None]) -> None:
+        self._requests = requests
+        self._done = done
+        self._heard = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._ask()
+
+    def data_received(self, data: bytes) -> None:
+        self._heard += data
+        head, between, body = self._heard.partition(BETWEEN)
+        if not between:
+            return
+        if not head.startswith(b"HTTP/1.1 200"):
+            self._done.set_exception(SystemExit(f"error: the chat server answers {self._heard[:400]!r}"))
+            self._transport.close()
+            return
+        length = head.lower().index(b"content-length: ") + len(b"content-length: ")
+        if len(body) == int(head[length:].split(b"\r\n", 1)[0]):
+            self._heard = b""
+            self._ask()
+
+    def _ask(self) -> None:
+        request = next(self._requests, None)
+        if request is not None:
+            self._transport.write(request)
+        elif not self._done.done():
+            self._transport.close()
+            self._done.set_result(None)
 
 
 async def ask(url: str, bodies: list[bytes], inflight: int, turns: int) -> None:
-    left = iter(range(turns))
-    headers = {"content-type": "application/json"}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers) as http:
-
-        async def agent() -> None:
-            for index in left:
-                async with http.post(f"{url}/v1/chat/completions", data=bodies[index % len(bodies)]) as response:
-                    answer = await response.read()
-                    if response.status != 200 or b'"generation_log_probs"' not in answer:
-                        raise SystemExit(f"error: the chat server answered {response.status}: {answer[:300]!r}")
-
-        await asyncio.gather(*(agent() for _ in range(inflight)))
+    place = urlsplit(url)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: "
+    whole = [f"{head}{len(body)}".encode() + BETWEEN + body for body in bodies]
+    requests = (whole[index % len(whole)] for index in range(turns))
+    loop = asyncio.get_running_loop()
+    finished = [loop.create_future() for _ in range(inflight)]
+    for done in finished:
+        await loop.create_connection(partial(Agent, requests, done), place.hostname or "", place.port or 0)
+    await asyncio.gather(*finished)
 
 
 def main(url: str, bodies: str, inflight: str, turns: str) -> None:

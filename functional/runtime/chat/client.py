@@ -69,10 +69,9 @@ class ChatClient:
         if len(prompt) >= limits.max_model_len:
             message = f"the prompt has {len(prompt)} tokens, and the model's context length is {limits.max_model_len}"
             raise ChatError("messages", message)
-        if prompt:
-            for token in (min(prompt), max(prompt)):
-                if not 0 <= token < limits.vocab_size:
-                    raise ChatError("messages", f"token ID {token} is outside the vocabulary of {limits.vocab_size}")
+        for token in (min(request.prefix, default=0), max(request.prefix, default=0)):
+            if not 0 <= token < limits.vocab_size:
+                raise ChatError("messages", f"token ID {token} is outside the vocabulary of {limits.vocab_size}")
         return prompt
 
     def _sampling(self, request: ChatRequest, prompt_tokens: int) -> Sampling:

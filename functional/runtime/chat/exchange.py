@@ -20,7 +20,7 @@ from functional.runtime.rollout.completion import (
 )
 
 
-class _TokenLogprob(msgspec.Struct, gc=False):
+class _TokenLogprob(msgspec.Struct):
     logprob: float | None = None
 
 

@@ -85,14 +85,16 @@ def read_request(body: bytes, temperature: float, exclude_tools: bool = True) ->
     Raises ChatError naming the first field at fault.
     """
     try:
-        given = msgspec.json.decode(body)
+        raw = _OBJECT.decode(body)
+        raw_messages = raw.pop("messages", _NULL)
+        given = {name: msgspec.json.decode(value) for name, value in raw.items()}
+    except msgspec.ValidationError:
+        raise ChatError("body", "must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ChatError("body", f"is no JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise ChatError("body", "must be a JSON object")
     _refuse(given, temperature)
-    messages = _messages(given.get("messages"))
-    prefix, turn = _prefix(given.get("required_prefix_token_ids"), messages)
+    messages, ids = _messages(raw_messages)
+    prefix, turn = _prefix(given.get("required_prefix_token_ids"), messages, ids)
     nvext = _mapping(given, "nvext")
     if "token_data" in nvext:
         raise ChatError("nvext.token_data", "is what the messages are rendered to: use required_prefix_token_ids")
@@ -102,11 +104,10 @@ def read_request(body: bytes, temperature: float, exclude_tools: bool = True) ->
     tools = given.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise ChatError("tools", "must be a list")
-    plain = [_without_ids(message) for message in messages]
     dropped = (*RENDERED, *OURS, "nvext")
     return ChatRequest(
-        messages=[_for_template(message, f"messages.{index}") for index, message in enumerate(plain)],
-        sent={name: value for name, value in given.items() if name not in dropped} | {"messages": plain},
+        messages=[_for_template(message, f"messages.{index}") for index, message in enumerate(messages)],
+        sent={name: value for name, value in given.items() if name not in dropped} | {"messages": messages},
         tools=None if not tools or (exclude_tools and given.get("tool_choice") == "none") else tools,
         template_kwargs=_template_kwargs(given),
         documents=given.get("documents"),
@@ -142,52 +143,70 @@ def _refuse(given: Mapping[str, Any], temperature: float) -> None:
         raise ChatError("response_format", "must be text: another form would change what is sampled")
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
-    if not isinstance(given, list) or not given:
+Fields = dict[str, msgspec.Raw]
+
+_NULL = msgspec.Raw(b"null")
+_OBJECT = msgspec.json.Decoder(Fields)
+_MESSAGES = msgspec.json.Decoder(list[Fields])
+_IDS = msgspec.json.Decoder(list[int])
+
+
+def _messages(raw: msgspec.Raw) -> tuple[list[dict[str, Any]], list[Fields]]:
+    """The messages without their ID fields, and these, not decoded: of all but one turn nobody reads them."""
+    try:
+        found = _MESSAGES.decode(raw)
+    except msgspec.ValidationError:
+        given = msgspec.json.decode(raw)
+        if not isinstance(given, list):
+            raise ChatError("messages", "must be a list with at least one message") from None
+        index = next(index for index, message in enumerate(given) if not isinstance(message, dict))
+        raise ChatError(f"messages.{index}", "must be an object") from None
+    if not found:
         raise ChatError("messages", "must be a list with at least one message")
-    for index, message in enumerate(given):
-        if not isinstance(message, dict):
-            raise ChatError(f"messages.{index}", "must be an object")
+    messages, ids = [], []
+    for index, fields in enumerate(found):
+        ids.append({name: fields.pop(name) for name in ID_FIELDS if name in fields})
+        message = {name: msgspec.json.decode(value) for name, value in fields.items()}
         if not isinstance(message.get("role"), str):
             raise ChatError(f"messages.{index}.role", "must be a string")
-    return given
+        messages.append(message)
+    return messages, ids
 
 
-def _prefix(required: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], int]:
+def _prefix(required: Any, messages: Sequence[Mapping[str, Any]], ids: Sequence[Fields]) -> tuple[tuple[int, ...], int]:
     """The exact token IDs to begin with, and the message that they end with: the last one of the assistant with IDs of
     its own, or with `required` and none such, the last of the assistant."""
     own: tuple[int, ...] = ()
-    turn = -1
-    for index in range(len(messages) - 1, -1, -1):
-        message = messages[index]
-        if message["role"] == "assistant" and message.get("prompt_token_ids") is not None:
-            place = f"messages.{index}"
-            own = _ids(message["prompt_token_ids"], f"{place}.prompt_token_ids")
-            own += _ids(message.get("generation_token_ids"), f"{place}.generation_token_ids")
-            turn = index
-            break
+    assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    known = [index for index in assistants if bytes(ids[index].get("prompt_token_ids", _NULL)) != b"null"]
+    turn = known[-1] if known else -1
+    if known:
+        for name in ("prompt_token_ids", "generation_token_ids"):
+            own += _raw_ids(ids[turn].get(name, _NULL), f"messages.{turn}.{name}")
     if required is None or required == []:
         return own, turn
     wanted = _ids(required, "required_prefix_token_ids")
-    if turn < 0:
-        turn = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-        if turn < 0:
-            raise ChatError("required_prefix_token_ids", "no message of the assistant is there that it could end with")
-    elif wanted != own:
+    if not assistants:
+        raise ChatError("required_prefix_token_ids", "no message of the assistant is there that it could end with")
+    if known and wanted != own:
         raise ChatError("required_prefix_token_ids", f"differs from the token IDs of messages.{turn}")
-    return wanted, turn
+    return wanted, turn if known else assistants[-1]
+
+
+def _raw_ids(raw: msgspec.Raw, field: str) -> tuple[int, ...]:
+    try:
+        found = _IDS.decode(raw)
+    except msgspec.ValidationError:
+        found = []
+    if not found:
+        raise ChatError(field, "must be a list of token IDs")
+    return tuple(found)
 
 
 def _ids(given: Any, field: str) -> tuple[int, ...]:
     if not isinstance(given, list) or not given or not set(map(type, given)) <= {int}:
         raise ChatError(field, "must be a list of token IDs")
     return tuple(given)
-
-
-def _without_ids(message: dict[str, Any]) -> dict[str, Any]:
-    if message.keys().isdisjoint(ID_FIELDS):
-        return message
-    return {name: value for name, value in message.items() if name not in ID_FIELDS}
 
 
 def _for_template(message: dict[str, Any], place: str) -> dict[str, Any]:
