@@ -34,7 +34,9 @@ class ServeSession(Session):
     def _watch(self, parts: Parts) -> None:
         while True:
             parts.fleet.check_control_plane()
-            if parts.fleet.lost_workers():
+            if lost := parts.fleet.lost_workers():
+                if len(lost) == len(parts.fleet.workers) and parts.chat is not None:
+                    parts.chat.give_up("every worker was lost")
                 self._refit(parts, 0, "replacement")
             time.sleep(WATCH_INTERVAL_S)
 

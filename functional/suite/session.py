@@ -422,6 +422,10 @@ class Session:
 
         def make_whole() -> None:
             assert version is not None
+            if (
+                parts.chat is not None
+            ):  # what its agents no longer wait for is tried again still, and would hold the gate
+                parts.chat.give_up("a worker was lost")
             self._refit(parts, version, f"step{step}.replacement")
 
         return generate(

@@ -281,6 +281,26 @@ def test_one_key_is_one_answer_even_where_its_client_was_gone(chat, frontend):
     assert (status, answer["error"]["param"]) == (400, "Idempotency-Key")
 
 
+def test_what_is_under_way_can_be_given_up(chat, frontend, tmp_path):
+    async def wait(request, body, number):
+        await asyncio.sleep(30)
+
+    frontend.behave = wait
+
+    async def ask():
+        asking = [asyncio.ensure_future(chat.posting(headers=headers)) for headers in ({}, {"Idempotency-Key": "k"})]
+        while len(frontend.asked) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(chat.server.give_up, "every worker was lost")
+        return await asyncio.gather(*asking)
+
+    for status, _, answer in chat.pool.run(ask()):
+        assert status == 502
+        assert answer["error"]["message"] == "given up while under way: every worker was lost"
+    chat.gate.close_and_drain(0)
+    assert {attempt.outcome for attempt in read_attempts(tmp_path / "requests.jsonl")} == {"aborted"}
+
+
 def test_a_failure_under_a_key_may_be_asked_for_again(chat):
     headers = {"Idempotency-Key": "k"}
     chat.gate.shut()

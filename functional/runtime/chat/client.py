@@ -1,10 +1,14 @@
 """Turns of conversations, asked of the fleet by the rules of rollouts: gate, limit, attempts, journal, checks."""
 
+import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from functional.runtime.chat.exchange import ChatCompletion, chat_answer_bound, chat_body, read_chat
 from functional.runtime.chat.request import MAX_STOP_TOKEN_IDS, ChatError, ChatRequest, read_request
 from functional.runtime.chat.template import ChatTemplate
+from functional.runtime.errors import RolloutError
 from functional.runtime.rollout.completion import Asked, Sampling
 from functional.runtime.rollout.gate import Admission, AdmissionGate
 from functional.runtime.rollout.pool import HttpPool
@@ -24,7 +28,7 @@ class ChatPolicy:
 
 
 class ChatClient:
-    """Its method is a coroutine for the pool's loop."""
+    """`complete` is a coroutine for the pool's loop."""
 
     def __init__(
         self, pool: HttpPool, gate: AdmissionGate, served: Served, policy: ChatPolicy, journal: RequestJournal | None
@@ -34,6 +38,8 @@ class ChatClient:
         self._policy = policy
         self._writes = None if journal is None else SharedWrites(journal)
         self._admission = Admission(gate, served.max_inflight)
+        self._turns: set[asyncio.Task[ChatCompletion]] = set()
+        self._reason = ""
         self._sender = Sender(pool, f"{served.url}/v1/chat/completions", served.timeout_s, journal)
 
     async def complete(self, body: bytes) -> ChatCompletion:
@@ -56,10 +62,32 @@ class ChatClient:
         sending = chat_body(request, model, prompt, sampling)
         try:
             async with self._admission:
-                return await self._sender.answer(sending, bound, read, "rollout")
+                return await self._under_way(self._sender.answer(sending, bound, read, "rollout"))
         finally:
             if self._writes is not None:
                 await self._writes.written()
+
+    def give_up(self, reason: str) -> None:
+        """End what is under way, each with a RolloutError: for a fleet that will not answer any more."""
+        self.pool.run(self._give_up(reason))
+
+    async def _give_up(self, reason: str) -> None:
+        self._reason = reason
+        for turn in self._turns:
+            turn.cancel()
+
+    async def _under_way(self, answer: Coroutine[Any, Any, ChatCompletion]) -> ChatCompletion:
+        turn = asyncio.ensure_future(answer)
+        self._turns.add(turn)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise RolloutError(f"given up while under way: {self._reason}") from None
+        finally:
+            self._turns.discard(turn)
 
     def _prompt(self, request: ChatRequest) -> tuple[int, ...]:
         limits = self.served.limits

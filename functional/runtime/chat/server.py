@@ -53,6 +53,11 @@ class ChatServer:
             self._client.pool.run(self._runner.cleanup())
             self._runner = None
 
+    def give_up(self, reason: str) -> None:
+        """Answer what is under way with 502: for a fleet that will not answer any more. From any thread but the
+        pool's."""
+        self._client.give_up(reason)
+
     async def _start(self) -> None:
         # No limit on a request's size: a conversation carries its token IDs once a turn.
         app = web.Application(client_max_size=0)
