@@ -422,10 +422,8 @@ class Session:
 
         def make_whole() -> None:
             assert version is not None
-            if (
-                parts.chat is not None
-            ):  # what its agents no longer wait for is tried again still, and would hold the gate
-                parts.chat.give_up("a worker was lost")
+            if parts.chat is not None:
+                parts.chat.give_up("a worker was lost")  # no agent waits for it any more, but it holds the gate
             self._refit(parts, version, f"step{step}.replacement")
 
         return generate(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from functional.runtime.chat.exchange import chat_body
+from functional.runtime.chat.exchange import chat_answer_bound, chat_body
 from functional.runtime.chat.request import ID_FIELDS, ChatError, read_request
 from functional.runtime.rollout.completion import Sampling
 
@@ -153,3 +153,28 @@ def test_dynamo_gets_the_policy_s_sampling_the_prompt_and_the_caller_s_nvext():
     assert (body["model"], body["max_tokens"], body["stop_token_ids"], body["user"]) == ("policy", 8, [2], "u")
     assert (body["temperature"], body["top_p"], body["logprobs"]) == (1.0, 1.0, True)
     assert body.keys().isdisjoint({"n", "stream", "add_generation_prompt", "documents", "required_prefix_token_ids"})
+
+
+def test_the_bound_leaves_room_for_the_longest_answer_there_may_be():
+    tokens, text, number = 50, "\u0000" * 8, -0.123456789012345678e-101
+    entry = {"token": text, "logprob": number, "bytes": [255] * 8}
+    ids = [99_999] * tokens
+    answer = {
+        "choices": [
+            {
+                "message": {"content": text * tokens, "reasoning_content": text * tokens},
+                "logprobs": {"content": [entry | {"top_logprobs": [entry] * 3}] * tokens},
+            }
+        ],
+        "nvext": {
+            "completion_token_ids": ids,
+            "engine_data": {
+                "prompt_token_ids": [99_999] * 512,
+                "completion_token_ids": ids,
+                "completion_logprobs": [number] * tokens,
+            },
+        },
+    }
+    size = len(json.dumps(answer, separators=(",", ":")))
+    bound = chat_answer_bound(512, tokens, 99_999, 8, alternatives=3)
+    assert size < bound < 2 * size + (128 << 10)

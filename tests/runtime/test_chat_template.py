@@ -186,6 +186,45 @@ def test_a_model_ends_its_turn_with_its_own_and_with_its_tokenizer_s_tokens(tmp_
     assert end_ids(tmp_path, tokenizer) == [END, 9]
 
 
+def test_an_ordinary_token_that_ends_answers_is_no_end_of_a_turn(tokenizer):
+    """As where a model's configuration has one among several."""
+    (one,) = tokenizer.encode("1", add_special_tokens=False)
+    template = ChatTemplate(tokenizer, frozenset({END, one}))
+    first = template.prompt(request([user("111")]))
+    second = template.prompt(request([user("111"), said("11", first, [one]), user("1")]))
+    assert second[: len(first) + 2] == (*first, one, END)
+    with pytest.raises(ConfigError, match="no special tokens of the tokenizer"):
+        ChatTemplate(tokenizer, frozenset({one}))
+
+
+def test_rendering_is_transformers_own(tokenizer, template):
+    calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]
+    messages = [
+        user("1+2"),
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "3"},
+    ]
+    ours = template._render(request(messages, tools=TOOLS), messages, True)
+    assert ours == tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, tokenize=False)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_encoding_turn_by_turn_is_encoding_the_whole(template, tokenizer, seed):
+    rng = random.Random(seed)
+    pieces = ["<|im_end|>", "<|endoftext|>", "<|im_start|>", "\n", " ", "12", "3", "<tool_call>", "a", "é"]
+    text = "".join(rng.choices(pieces, k=60))
+    for _ in range(2):
+        assert template._encoder.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_encoded_turns_are_kept_within_bounds(tokenizer, monkeypatch):
+    monkeypatch.setattr("functional.runtime.chat.template.KEPT_TOKENS", 50)
+    template = ChatTemplate(tokenizer, frozenset({END}))
+    for number in range(100):
+        template.prompt(request([user(f"{number} and some more words")]))
+        assert template._encoder._size == sum(map(len, template._encoder._kept.values())) <= 50
+
+
 def test_a_folder_without_a_template_is_refused(tmp_path):
     tool_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')

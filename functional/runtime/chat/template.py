@@ -18,7 +18,8 @@ from functional.runtime.errors import ConfigError
 
 KEPT_TOKENS = 1 << 20
 """Of turns that were encoded: some 50 MB with their texts."""
-PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+ANSWER = "answer-7f3a91"
+"""Text that no template has of its own."""
 
 
 class ChatTemplate:
@@ -36,7 +37,8 @@ class ChatTemplate:
         self._template = template
         self._compile = _compile_jinja_template
         self._special_tokens: dict[str, Any] = tokenizer.special_tokens_map
-        texts = sorted(tokenizer.convert_ids_to_tokens(sorted(ends)), key=len, reverse=True)
+        added = tokenizer.get_added_vocab()  # another token may be part of a longer one: no turn can be told by it
+        texts = sorted((text for text, token in added.items() if token in ends), key=len, reverse=True)
         self._ends = re.compile("|".join(map(re.escape, texts)))
         self._encoder = Encoder(tokenizer, self._ends, texts)
         self._refuse_unfit(texts)
@@ -87,17 +89,15 @@ class ChatTemplate:
         return text
 
     def _refuse_unfit(self, texts: list[str]) -> None:
+        probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
         try:
-            text = self._tokenizer.apply_chat_template(PROBE, chat_template=self._template, tokenize=False)
+            text = self._tokenizer.apply_chat_template(probe, chat_template=self._template, tokenize=False)
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"the chat template refuses a question and its answer: {reason}") from error
-        behind = text[text.rfind("b") :]
-        if not self._ends.search(behind):
-            raise ConfigError(f"the chat template ends the assistant's turn with none of {', '.join(texts)}")
-        added = self._tokenizer.get_added_vocab()
-        if missing := [end for end in texts if end not in added]:
-            raise ConfigError(f"{', '.join(missing)}: no special token of the tokenizer, so turns cannot be told apart")
+        if not texts or not self._ends.search(text.rpartition(ANSWER)[2]):
+            known = ", ".join(texts) or "the tokens that end an answer: they are no special tokens of the tokenizer"
+            raise ConfigError(f"the chat template ends the assistant's turn with none of {known}")
 
 
 class Encoder:

@@ -41,8 +41,8 @@ TRUNCATION = "loss_fn.truncated_importance_sampling"
 UNCORRECTED = "has no effect: set loss_fn.use_importance_sampling_correction to true, or this to null"
 TOOL_DATA = "tool_arithmetic"
 BUILTIN_DATA = ("arithmetic", "token_set", TOOL_DATA)
-KEEPS_TOKEN_DATA = ("qwen3_coder",)
-"""Tool parsers under which Dynamo 1.3.0.post1 keeps `engine_data` of an answer to a request with tools."""
+KEEPS_TOKEN_DATA = ("qwen3_coder", "deepseek_v4")
+"""Tool parsers seen to keep `engine_data` of an answer to a request with tools (Dynamo 1.3.0.post1)."""
 OTHER_ENGINES = ("sglang_cfg", "trtllm_cfg", "mcore_generation_config", "megatron_cfg", "hf_cfg")
 QUANTIZATION = ("quant_cfg", "quantization", "real_quant", "real_quant_ignore", "fp8_cfg")
 SPECULATION = ("speculative_config", "speculative_cfg", "speculative_decoding")
@@ -289,7 +289,7 @@ def _chat_cautions(dynamo: DynamoConfig) -> Iterator[Problem]:
     parser = dynamo.worker_args.tool_call_parser
     if parser is not None and parser not in KEEPS_TOKEN_DATA:
         message = (
-            "Dynamo 1.3.0.post1 drops engine_data of answers to requests with tools under it, and they are rejected: "
+            "Dynamo 1.3.0.post1 may drop engine_data of answers to requests with tools, which are then rejected: "
             f"use {' or '.join(KEEPS_TOKEN_DATA)}"
         )
         yield Problem(f"{WORKER_ARGS}.tool_call_parser", parser, message)
