@@ -19,6 +19,7 @@ from functional.runtime.rollout.completion import Sampling
 from functional.runtime.rollout.pool import HttpPool
 from functional.runtime.rollout.requests import join, read_attempts, received_requests
 from functional.suite.agents import AgentClient, opening, tool_message
+from functional.suite.faults import run_case
 from functional.suite.flaky import PLACES, flaky_proxy
 from functional.suite.models import TOOLS_DIR, find_tokenizer
 from functional.suite.policy import Policy, Sample, collate
@@ -243,3 +244,13 @@ def test_agents_are_trained(tmp_path):
         assert len(rewards) == 64
         assert all(len(reward) == 1 for reward in rewards.values()), "turns of a conversation share its reward"
         assert {0.0, 1.0} == set().union(*rewards.values())
+
+
+@pytest.mark.full
+def test_conversations_that_are_lost_with_a_worker_are_had_again(tmp_path):
+    outcome = run_case("worker-killed-generating", RECIPE, tmp_path / "out", [], deadline_s=60)
+    assert outcome.problems == []
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["lost_samples"]
+    records = read_json_lines(tmp_path / "out" / "rollouts.jsonl")
+    assert {record["attempt"] for record in records if record["step"] == 1} == {1, 2}
