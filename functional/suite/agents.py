@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from functional.runtime.chat.request import ID_FIELDS, ChatRequest, read_request
-from functional.runtime.chat.server import IDEMPOTENCY_KEY
+from functional.runtime.chat.server import ANSWER_REJECTED, CONTEXT_FULL, IDEMPOTENCY_KEY
 from functional.runtime.chat.template import ChatTemplate
 from functional.runtime.errors import RolloutError
 from functional.runtime.rollout.client import cancel_at, outcome
@@ -31,17 +31,22 @@ FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 2.0
 
 @dataclass(frozen=True)
 class Conversation:
-    """An agent's answer to a question. said: its last words; turns: what was generated, in order; calls: tools used."""
+    """An agent's answer to a question. said: its last words; turns: what was generated, in order; calls: tools used;
+    fault: why a further turn may not be trained on."""
 
     question: ToolQuestion
     turns: tuple[Completion, ...]
     said: str
     calls: int
     attempt: int = 1
+    fault: str | None = None
 
     @property
     def problem(self) -> str | None:
-        """The first rule that one of its turns breaks: each goes on from the exact IDs before it."""
+        """The first rule that one of its turns breaks; beside those of completions, each goes on from the exact IDs
+        before it."""
+        if self.fault is not None:
+            return self.fault
         for before, turn in zip(self.turns, self.turns[1:], strict=False):
             known = before.prompt_token_ids + before.token_ids
             if turn.prompt_token_ids[: len(known)] != known:
@@ -86,6 +91,14 @@ def opening(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
+class TurnError(RolloutError):
+    """The chat server refused a turn. kind: its error's type."""
+
+    def __init__(self, text: str, kind: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
 class AgentClient:
     """Has conversations through a chat server; several at once, on the pool's loop."""
 
@@ -109,13 +122,20 @@ class AgentClient:
         return [outcome(one) for one in found]
 
     async def _converse(self, question: ToolQuestion, sampling: Sampling) -> Conversation:
-        """Until an answer without a call, or with one that is none, or the last turn."""
+        """Until an answer without a call, or with one that is none, or a full context, or the last turn."""
         messages = opening(question.text)
         turns: list[Completion] = []
         calls = 0
         message: dict[str, Any] = {}
         while len(turns) < MAX_TURNS:
-            turn, message = await self.turn(messages, sampling)
+            try:
+                turn, message = await self.turn(messages, sampling)
+            except TurnError as refused:
+                if refused.kind == ANSWER_REJECTED:
+                    return Conversation(question, tuple(turns), "", calls, fault=str(refused))
+                if refused.kind == CONTEXT_FULL and turns:
+                    break
+                raise
             turns.append(turn)
             asked = message.get("tool_calls") or []
             results = [use_tool(call["function"]["name"], call["function"]["arguments"]) for call in asked]
@@ -171,7 +191,7 @@ class AgentClient:
                         return answer
                 reason = f"the chat server answered {response.status}: {answer[:300].decode(errors='replace')}"
                 if response.status != 503:
-                    raise RolloutError(reason)
+                    raise TurnError(reason, json.loads(answer)["error"]["type"])
                 pause = float(response.headers.get("Retry-After", pause))
             except (aiohttp.ClientError, OSError) as error:
                 reason = f"{type(error).__name__}: {error}"

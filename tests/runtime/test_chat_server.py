@@ -165,7 +165,7 @@ def test_a_request_at_fault_is_a_400_with_its_field(chat, frontend):
 
 def test_a_conversation_that_fills_the_context_is_told_as_gym_reads_it(chat):
     status, _, answer = chat.post(messages=[USER | {"content": "x" * 99}])
-    assert status == 400
+    assert (status, answer["error"]["type"]) == (400, "context_length_exceeded")
     assert "context length" in answer["error"]["message"]
 
 
@@ -248,7 +248,7 @@ def test_an_answer_that_may_not_be_trained_on_is_not_returned(chat, frontend, tm
 
     frontend.behave = spoil
     status, _, answer = chat.post()
-    assert status == 502
+    assert (status, answer["error"]["type"]) == (502, "answer_rejected")
     assert reason in answer["error"]["message"]
     assert [attempt.outcome for attempt in read_attempts(tmp_path / "requests.jsonl")] == ["rejected"]
 

@@ -1,12 +1,13 @@
 """Agents with tools: questions, what the model was taught, rewards and advantages of conversations, their checks."""
 
+import asyncio
 import random
 
 import pytest
 from transformers import AutoTokenizer
 
 from functional.runtime.recipe.model import GrpoConfig
-from functional.runtime.rollout.completion import Completion
+from functional.runtime.rollout.completion import Completion, Sampling
 from functional.runtime.rollout.requests import Attempt
 from functional.suite.agent_batch import (
     check_conversations,
@@ -14,7 +15,7 @@ from functional.suite.agent_batch import (
     conversation_records,
     score_conversations,
 )
-from functional.suite.agents import Conversation
+from functional.suite.agents import AgentClient, Conversation, TurnError
 from functional.suite.checklist import Checklist
 from functional.suite.models import TOOLS, TOOLS_DIR, find_model
 from functional.suite.tool_lessons import call, lesson, make_tool_model, spelled
@@ -119,6 +120,44 @@ def test_a_conversation_whose_ids_do_not_go_on_is_not_trained_on_and_its_group_n
     assert not exact.passed
     assert "b2: its prompt does not begin with the turn before it" in exact.detail
     assert tools.passed
+
+
+def test_a_turn_that_may_not_be_trained_on_keeps_its_conversation_out():
+    refused = Conversation(QUESTION, (turn("a1", [1], [2]),), "", calls=1, fault="request a2: no log-probs")
+    batch = score_conversations([refused, conversation("b")], GRPO)
+    assert batch.advantages == [None] * 3
+    checks = Checklist()
+    check_conversations(checks, "step1.chat", batch, lambda completion: False)
+    assert not checks.checks[0].passed
+    assert "request a2: no log-probs" in checks.checks[0].detail
+
+
+class Refusing(AgentClient):
+    """Answers a first turn with a call, and refuses the second."""
+
+    def __init__(self, kind):
+        self._kind = kind
+
+    async def turn(self, messages, sampling):
+        if len(messages) > 1:
+            raise TurnError("refused", self._kind)
+        call = {"id": "c", "function": {"name": "add", "arguments": '{"a": 3, "b": 4}'}}
+        return turn("a1", [1], [2]), {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"), [("answer_rejected", "refused"), ("context_length_exceeded", None), ("fleet_error", "raised")]
+)
+def test_a_refused_turn_ends_its_conversation_or_all(kind, problem):
+    (found,) = asyncio.run(complete_one(Refusing(kind)))
+    if problem == "raised":
+        assert isinstance(found, TurnError)
+    else:
+        assert (found.problem, found.reward, len(found.turns)) == (problem, 0.0, 1)
+
+
+async def complete_one(agents):
+    return await agents.complete_each([QUESTION], Sampling(8), asyncio.Event())
 
 
 def test_conversations_without_a_call_or_a_second_turn_fail_their_checks():

@@ -27,6 +27,10 @@ class ChatPolicy:
     exclude_tools: bool = True
 
 
+class ContextFullError(ChatError):
+    """The conversation leaves no room for an answer."""
+
+
 class ChatClient:
     """`complete` is a coroutine for the pool's loop."""
 
@@ -96,7 +100,7 @@ class ChatClient:
         prompt = self._policy.template.prompt(request)
         if len(prompt) >= limits.max_model_len:
             message = f"the prompt has {len(prompt)} tokens, and the model's context length is {limits.max_model_len}"
-            raise ChatError("messages", message)
+            raise ContextFullError("messages", message)
         for token in (min(request.prefix, default=0), max(request.prefix, default=0)):
             if not 0 <= token < limits.vocab_size:
                 raise ChatError("messages", f"token ID {token} is outside the vocabulary of {limits.vocab_size}")

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from functional.runtime.chat.client import ChatClient
+from functional.runtime.chat.client import ChatClient, ContextFullError
 from functional.runtime.chat.request import ChatError
 from functional.runtime.errors import AdmissionShutError, RolloutError, RunError, UnansweredError
 from functional.runtime.rollout.gate import AdmissionGate
@@ -17,6 +17,12 @@ RETRY_AFTER_S = 1
 """What a client is told to wait while admission is shut; it asks as often as it must."""
 BUSY = frozenset({429, 503, 529})
 IDEMPOTENCY_KEY = "Idempotency-Key"
+ANSWER_REJECTED, CONTEXT_FULL = "answer_rejected", "context_length_exceeded"
+"""Types of errors that say something of the conversation, not of the fleet."""
+
+
+class RejectedError(RolloutError):
+    """The fleet's answer breaks a rule of rollouts: it may not be trained on."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ class ChatServer:
     async def _completed(self, body: bytes) -> bytes:
         answer = await self._client.complete(body)
         if answer.problem is not None:
-            raise UnansweredError(f"request {answer.completion.request_id}: {answer.problem}")
+            raise RejectedError(f"request {answer.completion.request_id}: {answer.problem}")
         return answer.body
 
 
@@ -126,7 +132,9 @@ def status_of(error: RunError) -> tuple[int, str]:
     """400 for the request, 502 for an answer that is none, 503 for a fleet that takes no more, 504 for one that is
     late, 500 for what went wrong here."""
     if isinstance(error, ChatError):
-        return 400, "invalid_request_error"
+        return 400, CONTEXT_FULL if isinstance(error, ContextFullError) else "invalid_request_error"
+    if isinstance(error, RejectedError):
+        return 502, ANSWER_REJECTED
     if isinstance(error, AdmissionShutError):
         return 503, "admission_shut"
     if isinstance(error, UnansweredError):
