@@ -1,6 +1,8 @@
 """What a chat request may say: every refusal names its field; what is kept, taken out and put in its place."""
 
+import contextlib
 import json
+import random
 
 import pytest
 
@@ -78,11 +80,42 @@ def test_what_is_refused_is_named(field, fields):
     assert refused.value.field == field
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'"x"'])
+NESTED = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b'"x"',
+        b'{"a": ' + NESTED,
+        b'{"messages": ' + NESTED,
+        b'{"messages": [{"a": "\xff"}]}',
+    ],
+)
 def test_a_body_that_is_no_object_is_refused(body):
     with pytest.raises(ChatError) as refused:
         read_request(body, 1.0)
     assert refused.value.field == "body"
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_damaged_bodies_are_refused_or_read_but_never_fail(seed):
+    rng = random.Random(seed)
+    messages = [USER, ANSWER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, USER]
+    whole = {"messages": messages, "tools": [TOOL], "n": 1, "max_tokens": 3, "nvext": {"extra_fields": ["timing"]}}
+    body = bytearray(json.dumps(whole).encode())
+    for _ in range(rng.randint(1, 6)):
+        place = rng.randrange(len(body))
+        if rng.random() < 0.5:
+            body[place] = rng.choice(b'{}[]",:0e-\\\x00\xff tn')
+        else:
+            del body[place : place + rng.randint(1, 9)]
+    with contextlib.suppress(ChatError):
+        read_request(bytes(body), 1.0)
 
 
 def test_a_request_as_openai_s_library_and_gym_send_it():

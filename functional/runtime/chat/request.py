@@ -85,13 +85,17 @@ def read_request(body: bytes, temperature: float, exclude_tools: bool = True) ->
     Raises ChatError naming the first field at fault.
     """
     try:
-        raw = _OBJECT.decode(body)
-        raw_messages = raw.pop("messages", _NULL)
-        given = {name: msgspec.json.decode(value) for name, value in raw.items()}
+        return _read(body, temperature, exclude_tools)
     except msgspec.ValidationError:
         raise ChatError("body", "must be a JSON object") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ChatError("body", f"is no JSON: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ChatError("body", f"is no JSON that can be read: {error}") from None
+
+
+def _read(body: bytes, temperature: float, exclude_tools: bool) -> ChatRequest:
+    raw = _OBJECT.decode(body)
+    raw_messages = raw.pop("messages", _NULL)
+    given = {name: msgspec.json.decode(value) for name, value in raw.items()}
     _refuse(given, temperature)
     messages, ids = _messages(raw_messages)
     prefix, turn = _prefix(given.get("required_prefix_token_ids"), messages, ids)
