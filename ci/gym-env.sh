@@ -10,7 +10,7 @@ if cmp -s lockfiles/gym.txt "$state/gym/gym.txt"; then
 fi
 uv=$(command -v uv || echo "$state/uv/bin/uv")
 rm -rf "$state/gym" "$state/gym.part"
-"$uv" pip install --quiet --target "$state/gym.part" --python-version 3.13 --only-binary :all: --require-hashes \
-  --requirements lockfiles/gym.txt
+"$uv" pip install --quiet --target "$state/gym.part" --python-version 3.13 --require-hashes \
+  --only-binary :all: --no-binary antlr4-python3-runtime --requirements lockfiles/gym.txt
 cp lockfiles/gym.txt "$state/gym.part/"
 mv "$state/gym.part" "$state/gym"
