@@ -42,8 +42,8 @@ submit: env
 verify: env
 	@$(BUILD) verify
 
-# Measures what BENCH names: sqsh, rollout (docs/bench/$(BENCH).md), refit, refit-scale (docs/performance.md). ARGS adds
-# options.
+# Measures what BENCH names: sqsh, rollout, chat (docs/bench/$(BENCH).md), refit, refit-scale (docs/performance.md).
+# ARGS adds options.
 BENCH ?= sqsh
 bench: ready
 	@$(BUILD) services start
