@@ -29,10 +29,11 @@ PHASES: dict[str, str] = {
     "see cache": "a request a worker",
     "pause": "vLLM's own pause, without its fixed sleep where no request is in flight",
     "form group": "first update only",
-    "start": "two calls a worker",
-    "transfer": "the transport, and vLLM's loader, which copies each tensor to its place",
-    "finish": "a call a worker, and vLLM's processing of loaded layers",
-    "prove": "memory of both devices (nh), or SHA-256 on the host; two calls one after the other",
+    "agree on plan": "first update only",
+    "start": "two calls a worker; not by plan",
+    "transfer": "the wire; by plan one call, else also vLLM's loader, which copies each tensor to its place",
+    "finish": "a call a worker, and vLLM's processing of loaded layers; not by plan",
+    "prove": "memory of both devices (nh), or SHA-256 on the host; within the call by plan, else two calls",
     "clear": "a call a worker",
     "commit": "two calls a worker",
     "resume": "a call a worker",
@@ -129,6 +130,7 @@ def rows(results: list[dict[str, Any]], told: dict[str, str]) -> dict[str, list[
 def summary(results: list[dict[str, Any]]) -> dict[str, list[str]]:
     cells = {"bytes sent": [f"{result['about']['bytes'] / 1e9:.3f} GB" for result in results]}
     cells["proof"] = [result["about"]["proof"] for result in results]
+    cells["by plan"] = ["yes" if result["about"].get("by_plan") else "no" for result in results]
     cells["processors; load average of 5 minutes at the end"] = [
         f"{result['about']['processors']}; {result['about']['load']:.1f}" for result in results
     ]

@@ -1,7 +1,7 @@
 """The driver's processor time for an update of many workers: `python -m bench.refit_scale_inside OUT` in the image.
 
 The real FleetRefit, WorkerControl and RolloutClient against `bench.control_servers`, a process of its own, with the
-manifest and the proof of a Qwen3-8B; the trainer answers at once. Processor time is user and system time of this
+manifest of a Qwen3-8B, updated by plan; the trainer answers at once. Processor time is user and system time of this
 process, all threads.
 """
 
@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 import torch
 
-from functional.engine.nh import Key
-from functional.engine.proof import EngineProof, TensorProof
+from functional.engine.plan_wire import Verdict
+from functional.engine.proof import EngineProof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.fleet.control import WorkerControl
 from functional.runtime.fleet.http_server import HttpServer
@@ -51,13 +51,8 @@ class AnsweringSource:
     """A trainer that has nothing to do."""
 
     def __init__(self) -> None:
-        names = names_of_8b()
-        self._manifest = Manifest(tuple(Slot(name, torch.bfloat16, (4096, 4096)) for name in names), packed=True)
-        fused = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"), "gate_proj": "gate_up_proj"}
-        fused["up_proj"] = "gate_up_proj"
-        held = {".".join(fused.get(word, word) for word in name.split(".")) for name in names}
-        proofs = {name: TensorProof("bfloat16", (4096, 4096), 2 * 4096**2, "0" * 64) for name in held}
-        self._proof = EngineProof(Key.draw(), (proofs,))
+        slots = tuple(Slot(name, torch.bfloat16, (4096, 4096)) for name in names_of_8b())
+        self._manifest = Manifest(slots, packed=True)
 
     def metadata(self, version: int) -> Manifest:
         return self._manifest
@@ -68,14 +63,20 @@ class AnsweringSource:
     def connect(self, address: str, port: int, world_size: int) -> None:
         pass
 
-    def send(self, version: int) -> None:
-        pass
+    def agree(self, version: int) -> dict[str, str]:
+        return {}
 
-    def hear_plans(self, version: int) -> None:
-        pass
+    def send_by_plan(self, version: int) -> Verdict:
+        return Verdict([], len(self._manifest.slots), [self._manifest.nbytes], 0.0, 0.0)
+
+    def prove_by_plan(self, version: int) -> Verdict:
+        raise NotImplementedError
+
+    def send(self, version: int) -> None:
+        raise NotImplementedError
 
     def proof(self, version: int) -> EngineProof:
-        return self._proof
+        raise NotImplementedError
 
     def abort(self, reason: str) -> None:
         pass

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from functional.engine import nh
+from functional.engine import cpu_resident, nh
 from functional.engine.proof import TensorProof, prove_all, prove_tensor
 from functional.engine.transports import PROOF_VARIABLE
 
@@ -33,7 +33,8 @@ def install() -> None:
     process = experts.process_weights_after_loading
 
     def dispatch_cpu_unquantized_gemm(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        _take(layer, ("weight",))
+        if not cpu_resident.is_wanted():
+            _take(layer, ("weight",))
         dispatch(layer, *args, **kwargs)
 
     def process_weights_after_loading(self: Any, layer: nn.Module) -> None:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from functional.engine import cpu_proof, nh
-from functional.engine.plan_trace import trace_plan
+from functional.engine.plan import Learned
+from functional.engine.planned import buffers_of, learn_plan
 from functional.engine.proof import EngineProof, Proof, TensorProof, differences, prove_all, refuse
 from functional.engine.transports import PROOF_VARIABLE
+from functional.engine.wire import Manifest
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -32,6 +34,7 @@ class WorkerExtension:
         _weight_update_active: bool
         _is_checkpoint_format: bool
         _loaded_buffers: Proof
+        _learned: tuple[str, Learned]
 
     def reset_reload(self) -> None:
         """Bring the worker to where an update can start, whatever became of the last one. Called before every start.
@@ -47,11 +50,6 @@ class WorkerExtension:
         _remember_buffers(self)
         if self.weight_transfer_engine is not None:
             self.weight_transfer_engine.received.clear()
-
-    def tell_plan(self) -> None:
-        """Tell the sender, over the transfer group, by which plan this rank takes in its tensors, or why by none."""
-        self.reset_reload()  # what a failed update left would be in the way
-        self.weight_transfer_engine.tell_plan(lambda slots: trace_plan(self.model_runner.model, slots))
 
     def prove_weights(self, expected: dict[str, Any]) -> None:
         """Raise ValueError unless the resident weights are, byte for byte, the expected ones.
@@ -71,6 +69,33 @@ class WorkerExtension:
         problems += differences(loaded.tensors, _buffer_proofs(model, loaded.key))
         problems += _received_twice(self.weight_transfer_engine)
         refuse(problems, len(claimed.tensors), f"rank {rank}: " if world_size > 1 else "")
+
+    def learn_plan(self, timeout_s: float) -> None:
+        """Learn how the sender's tensors become this rank's parameters, tell it, and agree on how updates are made.
+
+        Called once a transfer group, before its first update; weights may be random afterwards.
+        """
+        self.reset_reload()
+
+        def learn(manifest: Manifest) -> Learned:
+            known = getattr(self, "_learned", None)
+            if known is None or known[0] != manifest.digest():
+                learned = learn_plan(self.model_runner.model, self.model_config, manifest, self.device)
+                known = self._learned = manifest.digest(), learned
+            return known[1]
+
+        self.weight_transfer_engine.agree(learn, self._loaded_buffers, timeout_s)
+
+    def update_by_plan(self, timeout_s: float) -> None:
+        """Receive all weights into the parameters and prove them, with the sender and the other ranks.
+
+        Raises ValueError on all ranks unless each holds, byte for byte, what the sender has.
+        """
+        refuse(*self.weight_transfer_engine.update_by_plan(timeout_s))
+
+    def prove_by_plan(self, timeout_s: float) -> None:
+        """The proof alone, of what is held now. Raises as `update_by_plan` does."""
+        refuse(*self.weight_transfer_engine.prove_by_plan(timeout_s))
 
     def exchange_bytes(self, update_info: dict[str, Any]) -> None:
         """Receive as many bytes as the update would have, and leave the weights alone: for benchmarks."""
@@ -140,7 +165,7 @@ def _packing_problems(model: nn.Module, claimed: Proof) -> list[str]:
 
 
 def _buffer_proofs(model: nn.Module, key: nh.Key | None) -> dict[str, TensorProof]:
-    return prove_all(((f"buffer {name}", [buffer]) for name, buffer in model.named_buffers() if buffer.numel()), key)
+    return prove_all(((name, [buffer]) for name, buffer in buffers_of(model).items()), key)
 
 
 def _received_twice(engine: Any) -> list[str]:

@@ -96,9 +96,8 @@ class Group(ABC):
         self._missed = ""
         self._break_lock = threading.Lock()
         self._deadline = math.inf
-        self._transfers = 0
-        self.told = 0
-        """How many rounds of telling plans it has had, as those count who take part: part of their keys."""
+        self.transfers = 0
+        """Begun so far, the same on every rank: part of the keys of what is put within one."""
         self.agreements = 0
         """How many this group has come to, as those count who make them: part of their keys."""
 
@@ -123,6 +122,12 @@ class Group(ABC):
         """What a rank put there, once it has."""
         return self._get(key)
 
+    def take(self, key: str) -> str:
+        """The same, by the only rank that asks for it: the store forgets it then."""
+        text = self._get(key)
+        self._ask(lambda: self.store.delete_key(key))
+        return text
+
     def split(self, sets: Iterable[tuple[int, ...]]) -> None:
         """Ways from rank 0 to these sets of ranks, for `start`. All ranks name the same, in the same order, within an
         agreement; what an earlier call made stays."""
@@ -140,8 +145,8 @@ class Group(ABC):
         """The span of one transfer: deadline armed, manifests compared, a failure told to the other ranks."""
         with self._failing_together(), self._armed(timeout_s, "the transfer"):
             self.check()
-            self._transfers += 1
-            key = f"manifest/{self._transfers}"
+            self.transfers += 1
+            key = f"manifest/{self.transfers}"
             if self.rank == 0:
                 self._ask(lambda: self.store.set(key, manifest_digest))
             elif self._get(key) != manifest_digest:
@@ -152,12 +157,18 @@ class Group(ABC):
 
     def wait(self, pending: Pending) -> None:
         """Until the broadcast ended. Raises at the deadline, or when any rank reported a failure."""
-        pause = 20e-6
-        while not self._is_done(pending):
+        for _ in _looks():
+            if self._is_done(pending):
+                break
             self.check()
-            time.sleep(pause)
-            pause = min(pause * 2, 1e-3)
         self.check()
+
+    def follow(self, pending: Pending) -> None:
+        """Have what this thread does next with the buffer, on the current stream of a GPU, come after the broadcast.
+
+        Here it is waited for. Raises as `wait` does.
+        """
+        self.wait(pending)
 
     def check(self) -> None:
         """Raises when the group is broken or its deadline has passed."""
@@ -212,11 +223,13 @@ class Group(ABC):
         return [rank for rank in range(self.world_size) if not self.store.check([f"here/{rank}"])]
 
     def _get(self, key: str) -> str:
-        while True:
+        for _ in _looks():
             value = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
             if value is not None:
-                return value.decode()
-            time.sleep(0.001)
+                break
+            self.check()
+        assert value is not None
+        return value.decode()
 
     def _ask(self, question: Callable[[], _T]) -> _T:
         """An answer of the store, which gives none while rank 0 is stopped; raises as `check` does."""
@@ -293,6 +306,15 @@ class Group(ABC):
             yield
         finally:
             over.set()
+
+
+def _looks() -> Iterator[None]:
+    """Moments to look whether something has happened, for good: often at first, then a sixteenth of the time waited so
+    far apart, at most 1 ms."""
+    began = time.monotonic()
+    while True:
+        yield
+        time.sleep(min(max((time.monotonic() - began) / 16, 20e-6), 1e-3))
 
 
 def _polled(action: Callable[[], _T], check: Callable[[], None]) -> _T:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from functional.engine.errors import TransferError
-from functional.engine.group import Group
+from functional.engine.group import Group, Pending
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
@@ -126,6 +126,9 @@ class NcclBroadcast:
         self._group.check_communicator(self._receivers)
         return bool(self._event.query())
 
+    def follow(self) -> None:
+        self._event.wait()
+
 
 class NcclGroup(Group):
     """One communicator on `device`; broadcasts run on a stream of their own, beside the loading of what arrived."""
@@ -148,6 +151,12 @@ class NcclGroup(Group):
             event = torch.cuda.Event()
             event.record(self._stream)
         return NcclBroadcast(self, event, buffer, receivers)
+
+    def follow(self, pending: Pending) -> None:
+        """The host goes on: only the stream waits. A broadcast that never ends is met by whoever waits for a later."""
+        assert isinstance(pending, NcclBroadcast)
+        self.check()
+        pending.follow()
 
     def check_communicator(self, receivers: tuple[int, ...]) -> None:
         """Raises what a kernel of the communicator met (a network error, say)."""

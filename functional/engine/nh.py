@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,6 +86,16 @@ def blocks_in(nbytes: int) -> int:
 def as_text(lanes: Sequence[int]) -> str:
     """A digest as 64 hexadecimal digits."""
     return "".join(f"{lane:016x}" for lane in lanes)
+
+
+def from_halves(sums: Tensor) -> list[str]:
+    """Digests of parameters, from low and high 32 bits, added up, of each lane: [parameters, 2, lanes] int64."""
+    low, high = sums.cpu().numpy().astype(np.uint64).transpose(1, 0, 2)
+    high %= P
+    high = (high >> 29) + ((high & (2**29 - 1)) << 32)  # times 2^32
+    text = ((low % P + high) % P).astype(">u8").tobytes().hex()
+    width = 16 * LANES
+    return [text[start : start + width] for start in range(0, len(text), width)]
 
 
 def _integers(data: bytes, size: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ to the parameter's sums. With TRITON_INTERPRET=1 the kernel runs on CPU, for tes
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -60,15 +61,12 @@ class Table:
 
     def digests(self, key: nh.Key) -> list[str]:
         """Of each parameter, as it is now."""
-        halves = self.start(key).tolist()
-        return [nh.as_text([(low + (high << 32)) % nh.P for low, high in zip(*both, strict=True)]) for both in halves]
+        return nh.from_halves(self.start(key))
 
     def start(self, key: nh.Key) -> Tensor:
         """The same, not waited for: low and high 32 bits, added up, of each lane, [parameters, 2, lanes] int64."""
         sums = torch.zeros(self._parameters, 2, nh.LANES, dtype=torch.int64, device=self._device)
-        words = torch.tensor([*key.first, *key.second]).to(torch.uint32).to(self._device)
-        weights = torch.tensor([*_powers(key.points, _TILES * _TILE_BLOCKS), *_squares(key.points, _POSITION_BITS)])
-        weights = weights.to(self._device)
+        words, weights = _on_device(key, self._device)
         for rows in self._rows:
             rows.launch(words, weights, sums)
         return sums
@@ -137,6 +135,14 @@ def _pieces(target: int, parts: Sequence[Tensor]) -> Iterator[_Piece]:
             if piece.numel():
                 yield _Piece(target, first_block, piece)
             first_block += piece.numel() // nh.BLOCK_BYTES
+
+
+@lru_cache(maxsize=2)  # the proof's, and the one that an engine keeps for its buffers
+def _on_device(key: nh.Key, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Words of the key, [2 * KEY_WORDS] uint32, and powers of its points, then squares, [rows, lanes] int64."""
+    words = torch.tensor([*key.first, *key.second]).to(torch.uint32).to(device)
+    weights = torch.tensor([*_powers(key.points, _TILES * _TILE_BLOCKS), *_squares(key.points, _POSITION_BITS)])
+    return words, weights.to(device)
 
 
 def _powers(points: Sequence[int], count: int) -> Iterator[list[int]]:

@@ -1,7 +1,8 @@
 """Patch of vLLM 0.23.0: `AsyncLLM.pause_generation` ends in a fixed sleep of 20 ms, most of what a pause takes.
 
 The sleep lets the last outputs of requests in flight reach their callers before the pause returns; vLLM's own comment
-says that correctness does not need it. Here an engine with no request in flight is paused without it.
+says that correctness does not need it. Here an engine with no request in flight is paused without it in the mode
+`wait`, which this kit uses; other modes are as shipped.
 """
 
 import importlib
@@ -32,7 +33,8 @@ def apply() -> None:
     async def pause_generation(
         self: Any, *, mode: str = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
     ) -> None:
-        if wait_for_inflight_requests or self.output_processor.has_unfinished_requests():
+        in_flight = self.output_processor.has_unfinished_requests()
+        if mode != "wait" or wait_for_inflight_requests or in_flight:
             await original(
                 self, mode=mode, wait_for_inflight_requests=wait_for_inflight_requests, clear_cache=clear_cache
             )

@@ -98,6 +98,10 @@ class Target:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Copy:
@@ -214,11 +218,38 @@ def overlap(numel: int, views: Sequence[View]) -> bool:
     return total > numel or covered(numel, views) < total
 
 
-def covered(numel: int, views: Iterable[View]) -> int:
-    """How many of a tensor's `numel` elements lie in at least one of these parts, which share no element each.
+@dataclass(frozen=True)
+class Learned:
+    """What a rank found out about its loader. plan: None where not even that can be said; problems: tensor → why there
+    is none, or why parameters cannot be written in place by it."""
 
-    Counted on a mask of the blocks that all parts are made of, which is small where they are rows.
-    """
+    plan: Plan | None
+    problems: Mapping[str, str]
+
+
+def covered(numel: int, views: Iterable[View]) -> int:
+    """How many of a tensor's `numel` elements lie in at least one of these parts, which share no element each."""
+    mask, unit = _mask(numel, views)
+    return int(mask.count_nonzero()) * unit
+
+
+def uncovered(numel: int, views: Iterable[View]) -> list[View]:
+    """The rest of the tensor: runs of elements, one view for runs of one length at even distances."""
+    mask, unit = _mask(numel, views)
+    changes = torch.diff(mask.to(torch.int8), prepend=torch.tensor([1]), append=torch.tensor([1])).nonzero()[:, 0]
+    runs = (changes.reshape(-1, 2) * unit).tolist()
+    if not runs:
+        return []
+    start, length = runs[0][0], runs[0][1] - runs[0][0]
+    stride = runs[1][0] - start if len(runs) > 1 else 0
+    if all(run == [start + index * stride, start + index * stride + length] for index, run in enumerate(runs)):
+        return [View(start, (len(runs), length), (stride, 1))]
+    return [View(first, (last - first,), (1,)) for first, last in runs]
+
+
+def _mask(numel: int, views: Iterable[View]) -> tuple[torch.Tensor, int]:
+    """Which elements lie in one of the parts, of the blocks that all parts are made of, which is small where they are
+    rows; and the size of a block."""
     flat = [View(view.offset, (*view.shape, 1), (*view.strides, 1)) for view in map(View.merged, views) if view.numel]
     flat = [View(v.offset, v.shape[:-1], v.strides[:-1]) if v.strides[-2:-1] == (1,) else v for v in flat]
     unit = math.gcd(numel, *(n for view in flat for n in (view.offset, view.shape[-1], *view.strides[:-1])))
@@ -226,7 +257,7 @@ def covered(numel: int, views: Iterable[View]) -> int:
     for view in flat:
         shape = (*view.shape[:-1], view.shape[-1] // unit)
         mask.as_strided(shape, (*(stride // unit for stride in view.strides[:-1]), 1), view.offset // unit).fill_(True)
-    return int(mask.count_nonzero()) * unit
+    return mask, unit
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -94,7 +94,7 @@ def prove_all(
 ) -> dict[str, TensorProof]:
     """Proofs by name, of the tensors that the parts make when joined along their first dimension.
 
-    device: a GPU to which tensors of the host are copied for the keyed hash, 1 GiB at a time.
+    device: a GPU to which tensors of the host, and strided ones, are copied for the keyed hash, 1 GiB at a time.
     """
     parts = {name: list(tensors) for name, tensors in named}
     if key is not None:
@@ -103,6 +103,12 @@ def prove_all(
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # hashlib lets others run
         running = {name: pool.submit(prove_tensor, *own) for name, own in parts.items()}
         return {name: result.result() for name, result in running.items()}
+
+
+def digests(tensors: Sequence[Tensor], key: nh.Key | None, device: torch.device | None = None) -> list[str]:
+    """Of each tensor's bytes. device: as for `prove_all`."""
+    found = prove_all(((str(index), [tensor]) for index, tensor in enumerate(tensors)), key, device)
+    return [proof.digest for proof in found.values()]
 
 
 def prove_tensor(*parts: Tensor) -> TensorProof:
@@ -148,7 +154,8 @@ def _groups(parameters: list[list[Tensor]], device: torch.device | None) -> Iter
     size = 0
     for index, parts in enumerate(parameters):
         place = parts[0].device
-        if device is None or device.type == "cpu" or place.type == "cuda":
+        is_copied = place.type == "cpu" or not all(part.is_contiguous() for part in parts)
+        if device is None or device.type == "cpu" or not is_copied:
             resident.setdefault(place, []).append(index)
             continue
         copied.append(index)

@@ -7,7 +7,7 @@ timeout of its own. So an engine returns an error at its deadline, whatever beca
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,12 @@ from vllm.distributed.weight_transfer.base import (
 from functional.engine.gloo import GlooGroup
 from functional.engine.group import Group, join_store, local_address
 from functional.engine.nccl import NcclGroup
-from functional.engine.plan import Plan
-from functional.engine.rank_plans import tell_plan
+from functional.engine.plan import Learned
+from functional.engine.plan_wire import join_agreement
+from functional.engine.planned import PlannedRank
+from functional.engine.proof import Proof
 from functional.engine.transports import PROOF_VARIABLE
-from functional.engine.wire import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT_S, Manifest, Slot, exchange, receive
+from functional.engine.wire import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT_S, Manifest, exchange, receive
 
 
 @dataclass
@@ -73,6 +75,7 @@ class DeadlineEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.received: Counter[str] = Counter()
         """How often each tensor came since the last `reset_reload`; more than once is refused by the proof."""
         self._group: Group | None = None
+        self._planned: PlannedRank | None = None
         self._timeout_s = DEFAULT_TIMEOUT_S
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -91,17 +94,32 @@ class DeadlineEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with self._using_group() as group:
             receive(group, update_info.manifest(), load_weights, update_info.timeout_s or self._timeout_s)
 
-    def tell_plan(self, trace: Callable[[Sequence[Slot]], Plan]) -> None:
-        """This rank's part of `rank_plans`."""
-        with self._using_group() as group:
-            tell_plan(group, trace, self.parallel_config.world_size, self._timeout_s)
-
     def exchange(self, update_info: UpdateInfo) -> None:
         """This engine's part of `wire.exchange`."""
         with self._using_group() as group:
             exchange(group, update_info.manifest(), update_info.timeout_s or self._timeout_s)
 
+    def agree(self, learn: Callable[[Manifest], Learned], buffers: Proof, timeout_s: float) -> None:
+        """Agree with the sender on what updates by plan carry, or that there will be none. learn: this rank's plan for
+        what the sender has; buffers: as they were loaded."""
+        self._planned = None
+        with self._using_group() as group:
+            agreed = join_agreement(group, learn, self.parallel_config.world_size, timeout_s)
+            if agreed is not None:
+                self._planned = PlannedRank(group, self.model, agreed, buffers)
+
+    def update_by_plan(self, timeout_s: float) -> tuple[list[str], int]:
+        """Receive and prove; returns as `PlannedRank.update` does."""
+        with self._using_group():
+            return self._agreed().update(timeout_s)
+
+    def prove_by_plan(self, timeout_s: float) -> tuple[list[str], int]:
+        """Returns as `PlannedRank.prove` does."""
+        with self._using_group():
+            return self._agreed().prove(timeout_s)
+
     def shutdown(self) -> None:
+        self._planned = None
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -115,8 +133,13 @@ class DeadlineEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             yield self._group
         except BaseException:
-            self._group = None  # broken, and already released
+            self._group = self._planned = None  # broken, and already released
             raise
+
+    def _agreed(self) -> PlannedRank:
+        if self._planned is None:
+            raise RuntimeError("no plan was agreed on in this transfer group")
+        return self._planned
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: dict[str, Any] | Any) -> None:

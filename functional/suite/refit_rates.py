@@ -7,8 +7,10 @@ Written to OUT/refit-rates.json; `python -m bench.refit --add` makes tables of i
 
 import json
 import os
+import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ from functional.suite import driver
 from functional.suite.report import write_atomically
 from functional.suite.session import Parts, Session, interrupt, watched
 
-REPEATS = 10
+REPEATS = 20
 RESULT = "refit-rates.json"
 KIT, PROTOCOL, BROADCAST = "update", "vLLM's checkpoint protocol, no proof", "broadcast of the same bytes"
 
@@ -36,12 +38,14 @@ class RatesSession(Session):
         self._refit(parts, 0)
         self._beside = ThreadPoolExecutor(len(parts.fleet.workers) + 1)
         rows: dict[str, list[dict[str, float]]] = {KIT: [], PROTOCOL: [], BROADCAST: []}
+        memory = []
         for version in range(1, REPEATS + 2):
             rows[KIT].append(self._update(parts, version))
+            memory.append(used_mib())
             rows[PROTOCOL].append(self._protocol(parts, version))
             rows[BROADCAST].append(self._broadcast(parts, version))
         counted = {way: taken[1:] for way, taken in rows.items()}
-        self._write(parts, counted)
+        self._write(parts, counted, memory)
         for way, taken in counted.items():
             self.say(f"{way}: {statistics.median(row['total'] for row in taken):.3f} s")
 
@@ -62,7 +66,8 @@ class RatesSession(Session):
         taken: dict[str, float] = {}
         began = time.monotonic()
         with phase(taken, "pause"):
-            self._on_all(parts, lambda w: w.control.call("pause_generation", {"mode": "wait", "clear_cache": True}))
+            # In this mode the pause is as vLLM ships it.
+            self._on_all(parts, lambda w: w.control.call("pause_generation", {"mode": "keep", "clear_cache": True}))
         with phase(taken, "start"):
             self._on_all(
                 parts, lambda w: w.control.engine_rpc("start_weight_update", str(version), is_checkpoint_format=True)
@@ -91,7 +96,7 @@ class RatesSession(Session):
         for future in [self._beside.submit(action, worker) for worker in parts.fleet.workers]:
             future.result()
 
-    def _write(self, parts: Parts, rows: dict[str, list[dict[str, float]]]) -> None:
+    def _write(self, parts: Parts, rows: dict[str, list[dict[str, float]]], memory: list[list[int]]) -> None:
         refit, recipe = self.report.refits[-1], self.recipe
         about = {
             "model": recipe.policy.model_name,
@@ -104,6 +109,8 @@ class RatesSession(Session):
             "processors": len(os.sched_getaffinity(0)),
             "load": os.getloadavg()[1],
             "proof": recipe.proof,
+            "by_plan": refit.by_plan,
+            "memory_mib": memory,
             "enforce_eager": recipe.policy.generation.vllm_cfg.enforce_eager,
             "versions": self.report.versions["dynamo"],
         }
@@ -122,6 +129,15 @@ def shut_s(result: RefitResult) -> float:
     shut = next(t.time for t in result.transitions if t.event is Event.BEGIN)
     opened = next(t.time for t in reversed(result.transitions) if t.after is State.SERVING)
     return opened - shut
+
+
+def used_mib() -> list[int]:
+    """Memory in use of each GPU, in MiB; none where there is no GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    return [int(line) for line in asked.stdout.split()]
 
 
 def device_name(device: str) -> str:

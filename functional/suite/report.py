@@ -82,6 +82,8 @@ class Refit(Section):
     tensors: int
     proved: int = Field(description="Engine parameters that each worker has proved, on all its ranks.")
     proved_bytes: list[int] = Field(description="Bytes that each rank of a worker has proved.")
+    by_plan: bool = Field(description="Whether the weights were copied in place, instead of by vLLM's loader.")
+    no_plan: dict[str, str] = Field(description="Tensor, and why there is no plan for it.")
     phases: dict[str, float] = Field(description="Seconds by name, of the last attempt.")
     probes: list[ProbeVerdict]
     replaced: list[Replacement]

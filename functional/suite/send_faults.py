@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from functional.engine.plan_wire import Verdict
 from functional.engine.wire import Manifest
 from functional.runtime.refit.expected import NamedTensors
 from functional.runtime.refit.source import LocalWeights
@@ -61,6 +62,25 @@ class FaultyWeights(LocalWeights):
             self._send(version, manifest, named, lambda true: self._sending(tampered(true, fault), fault))
         finally:
             self.fault = replace(fault, times=fault.times - 1)
+
+    def send_by_plan(self, version: int) -> Verdict:
+        self._aborted.clear()
+        fault = self._present(version)
+        if fault is None:
+            return super().send_by_plan(version)
+        try:
+            return self._send_by_plan(
+                given(version, fault), lambda true: self._sending(self._in_place(true, version, fault), fault)
+            )
+        finally:
+            self.fault = replace(fault, times=fault.times - 1)
+
+    def _in_place(self, true: NamedTensors, version: int, fault: SendFault) -> NamedTensors:
+        """As `tampered`. Each tensor has its place in an update by plan: one that is skipped stays as it was."""
+        if fault.kind != "skip":
+            return tampered(true, fault)
+        before = dict(self._weights(version - 1))
+        return ((name, before[name] if index == fault.after else tensor) for index, (name, tensor) in enumerate(true))
 
     def abort(self, reason: str) -> None:
         self._aborted.set()

@@ -11,6 +11,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from functional.engine.plan_wire import Verdict
 from functional.engine.proof import EngineProof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.errors import RefitError
@@ -258,8 +259,17 @@ class RemoteWeights:
     def connect(self, address: str, port: int, world_size: int) -> None:
         self._ask("connect", address, port, world_size)
 
-    def hear_plans(self, version: int) -> None:
-        self._ask("hear_plans", version)
+    def agree(self, version: int) -> dict[str, str]:
+        problems: dict[str, str] = self._ask("agree", version)
+        return problems
+
+    def send_by_plan(self, version: int) -> Verdict:
+        verdict: Verdict = self._ask("send_by_plan", version)
+        return verdict
+
+    def prove_by_plan(self, version: int) -> Verdict:
+        verdict: Verdict = self._ask("prove_by_plan", version)
+        return verdict
 
     def send(self, version: int) -> None:
         self._ask("send", version)

@@ -46,12 +46,12 @@ def send(model: Any, gathered: GatheredWeights, engine_ranks: int) -> None:
     slots = [Slot(name, torch.bfloat16, tuple(p.shape)) for name, p in model.named_parameters()]
     source = LocalWeights(
         lambda version: slots, lambda version: gathered.weights(), None, model.config,  # type: ignore[arg-type]
-        transport="gloo", device="cpu", timeout_s=DEADLINE_S, proof="sha256",
+        transport="gloo", device="cpu", timeout_s=DEADLINE_S, proof="sha256", resident=False,
     )  # fmt: skip
     port = source.listen("127.0.0.1")
     say({"port": port, "info": Manifest(tuple(slots), packed=True).info()})
     source.connect("127.0.0.1", port, 1 + engine_ranks)
-    source.hear_plans(1)
+    source.agree(1)
     for version in (1, 2):
         source.send(version)
         say({"proof": source.proof(version).as_dict(), "passes": gathered.passes})

@@ -18,13 +18,26 @@ from functional.engine.errors import TransferError
 from functional.engine.gloo import GlooGroup
 from functional.engine.group import Group, Rendezvous, join_store
 from functional.engine.nccl import NcclGroup
-from functional.engine.plan import Copy, Plan, PlanRefused, Target, View, make_plan
+from functional.engine.plan import Copy, Learned, Plan, PlanRefused, Target, View, make_plan
 from functional.engine.plan_copy import Packer, Spreader, make_buffers
-from functional.engine.plan_wire import join_agreement, lead_agreement, receive_planned, send_planned
-from functional.engine.wire import Slot
+from functional.engine.plan_proof import RankProof
+from functional.engine.plan_wire import (
+    Agreement,
+    join_agreement,
+    lead_agreement,
+    prove_rank,
+    prove_sender,
+    receive_planned,
+    send_planned,
+)
+from functional.engine.proof import Proof, prove_all
+from functional.engine.transports import PROOFS
+from functional.engine.wire import Manifest, Slot
 
 TRANSPORT = os.environ.get("TRANSPORT", "gloo")
 WIDTH = 96 if TRANSPORT == "gloo" else 2048
+KIND = PROOFS[TRANSPORT]
+CHUNKS = 8
 TIMEOUT_S = 8.0
 SLACK_S = 7.0
 pytestmark = pytest.mark.faults
@@ -61,6 +74,10 @@ def device_of(rank: int) -> torch.device:
     return torch.device("cuda", (rank - 1) % count)
 
 
+if TRANSPORT == "nccl":  # there may be more ranks than GPUs
+    os.environ.update({"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"})
+
+
 def new_group(store: Any, rank: int, world: int) -> Group:
     if TRANSPORT == "gloo":
         return GlooGroup(store, rank, world, "127.0.0.1")
@@ -77,39 +94,53 @@ def weights(seed: int, device: torch.device) -> list[tuple[str, Tensor]]:
 
 
 def engine_rank(pipe: Connection, port: int, rank: int, world: int, ranks: int, how: str) -> None:
-    """What an engine's rank does; sends what it got, and what went wrong."""
+    """What an engine's rank does, update after update until the sender leaves; sends what it got and what was wrong."""
     try:
         group = new_group(join_store("127.0.0.1", port, 30), rank, world)
         group.form(60)
-        plan: Plan | PlanRefused = plan_of((rank - 1) % ranks, ranks)
-        if how == "refuse" and rank == 2:
-            plan = PlanRefused({"matrix1": "shuffled"})
-        if how == "part":
-            part = Copy("odd", View(0, (2,), (1,)), "odd", View(0, (2,), (1,)))
-            assert isinstance(plan, Plan)
-            plan = make_plan(SLOTS, plan.targets, [*(c for c in plan.copies if c.source != "odd"), part])
-        intake, digest = join_agreement(group, plan, 30)
-        assert isinstance(plan, Plan)
         device = device_of(rank)
+
+        def learn(manifest: Manifest) -> Learned:
+            assert manifest.slots == tuple(SLOTS)
+            plan, is_odd = plan_of((rank - 1) % ranks, ranks), rank == 2
+            if how == "unknown" and is_odd:
+                return Learned(None, {"matrix1": "gathered"})
+            return Learned(plan, {"matrix1": "shuffled"} if how == "packed" and is_odd else {})
+
+        agreed = join_agreement(group, learn, ranks, 30)
+        if agreed is None:
+            pipe.send(("no plan", [], 0, 0.0))
+            return
+        plan, intake = agreed.plan, agreed.intake
         tensors = {t.name: torch.zeros(t.shape, dtype=t.dtype, device=device) for t in plan.targets}
+        buffer = torch.ones(3, device=device)
+        loaded = Proof(None, prove_all([("buffer b", [buffer])], None))
         largest = max(arrival.nbytes for arrival in intake.arrivals)
         spreader = Spreader(intake, tensors, make_buffers(largest, device))
+        proof = RankProof(plan, tensors, {"buffer b": buffer}, loaded, device)
         if how == "die" and rank == 2:
             os._exit(1)
-        for seed in (1, 2, 3):
+        if how == "stall" and rank == 2:
+            pipe.recv()
+            time.sleep(60)
+        while (order := pipe.recv()) != "end":
+            if order == "damage":
+                tensors["matrix2"][1, 1] += 1
+            if order == "buffer":
+                buffer[1] = 7
             began = time.monotonic()
-            receive_planned(group, intake, digest, spreader, TIMEOUT_S)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if order in ("damage", "buffer", "prove"):
+                problems = prove_rank(group, agreed, proof, TIMEOUT_S)
+            else:
+                problems = receive_planned(group, agreed, spreader, proof, TIMEOUT_S)
             seconds = time.monotonic() - began
-            sources = dict(weights(seed, torch.device("cpu")))
+            sources = dict(weights(order, torch.device("cpu"))) if isinstance(order, int) else {}
             wrong = [
                 copy.source
-                for copy in plan.copies
+                for copy in (plan.copies if sources else [])
                 if not torch.equal(copy.take.on(sources[copy.source]), copy.put.on(tensors[copy.target]).cpu())
             ]
-            pipe.send(("got", wrong, intake.nbytes, seconds))
-        pipe.recv()
+            pipe.send(("got", [*wrong, *problems], intake.nbytes, seconds))
         group.close()
     except (TransferError, PlanRefused) as error:
         pipe.send((type(error).__name__, str(error), 0, 0.0))
@@ -132,6 +163,11 @@ class Fleet:
         self.group = new_group(meeting.store, 0, world)
         self.group.form(60)
 
+    def order(self, what: int | str) -> None:
+        """An update to the weights of that seed, a proof, or damage and a proof."""
+        for pipe in self.pipes:
+            pipe.send(what)
+
     def answers(self) -> list[Any]:
         assert all(pipe.poll(60) for pipe in self.pipes)
         return [pipe.recv() for pipe in self.pipes]
@@ -151,58 +187,128 @@ def fleets() -> Iterator[list[Fleet]]:
         fleet.close()
 
 
+def packer_of(agreement: Agreement, *, resident: bool = False) -> Packer:
+    return Packer(agreement.parts[0], make_buffers(agreement.parts[0].largest, device_of(0)), resident=resident)
+
+
 @pytest.mark.parametrize(("engines", "ranks"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("resident", [False, True])
 def test_every_rank_gets_its_own(fleets: list[Fleet], engines: int, ranks: int, resident: bool) -> None:
     fleet = Fleet(engines, ranks)
     fleets.append(fleet)
     total = sum(slot.nbytes for slot in SLOTS)
-    schedule = lead_agreement(fleet.group, SLOTS, lambda nbytes: nbytes // 8, 30)
+    agreement = lead_agreement(fleet.group, SLOTS, 30, total // CHUNKS)
     device = device_of(0)
-    packer = Packer(schedule, make_buffers(schedule.largest, device), resident=resident)
+    packer = packer_of(agreement, resident=resident)
     tensors = {slot.name: torch.empty(slot.shape, dtype=slot.dtype, device=device) for slot in SLOTS}
     for seed in (1, 2, 3):
         for name, tensor in weights(seed, device):
             tensors[name].copy_(tensor)
-        send_planned(fleet.group, schedule, packer, tensors.items(), TIMEOUT_S)
+        fleet.order(seed)
+        verdict = send_planned(fleet.group, agreement, packer, tensors.items(), KIND, TIMEOUT_S)
         answers = fleet.answers()
         assert [(kind, wrong) for kind, wrong, _, _ in answers] == [("got", [])] * (engines * ranks)
+        assert (verdict.problems, verdict.proved) == ([], len(SLOTS) * ranks)
         if ranks == 2:  # the matrices' half, and the norms
             assert all(received < 0.51 * total for _, _, received, _ in answers)
-    assert schedule.nbytes < total * 1.01  # each slice once, however many take it
+    assert agreement.parts[0].nbytes < total * 1.01  # each slice once, however many take it
     print(f"{TRANSPORT}: {engines} x {ranks}: {total / 1e6:.1f} MB, slowest {max(a[3] for a in answers):.4f} s")
 
 
-def test_one_ranks_refusal_is_everyones_and_the_group_stays(fleets: list[Fleet]) -> None:
-    fleet = Fleet(1, 2, how="refuse")
+def flipped(named: Any) -> Iterator[tuple[str, Tensor]]:
+    """The last bit of one matrix."""
+    for name, tensor in named:
+        sent = tensor.clone()
+        if name == "matrix2":
+            sent.view(-1).view(torch.int16)[-1] ^= 1
+        yield name, sent
+
+
+@pytest.mark.parametrize("proof", ["nh", "sha256"])
+def test_every_rank_proves_what_it_holds(fleets: list[Fleet], proof: Any) -> None:
+    """What is refused is named, known to all, and does not end the group."""
+    fleet = Fleet(1, 2)
     fleets.append(fleet)
-    with pytest.raises(PlanRefused, match=r"matrix1: shuffled \(rank 2\)"):
-        lead_agreement(fleet.group, SLOTS, lambda nbytes: nbytes, 30)
-    assert [(kind, text) for kind, text, _, _ in fleet.answers()] == [
-        ("PlanRefused", "no plan: matrix1: shuffled (rank 2)")
-    ] * 2
+    agreement = lead_agreement(fleet.group, SLOTS, 30)
+    packer, device = packer_of(agreement), device_of(0)
+    first = weights(1, device)
+
+    def send(on_wire: Any = lambda named: named) -> list[str]:
+        fleet.order("update")
+        return send_planned(fleet.group, agreement, packer, first, proof, TIMEOUT_S, on_wire).problems
+
+    def prove(order: str, seed: int = 1) -> list[str]:
+        fleet.order(order)
+        return prove_sender(fleet.group, agreement, weights(seed, device), proof, TIMEOUT_S).problems
+
+    def heard() -> list[list[str]]:
+        return [problems for _, problems, _, _ in fleet.answers()]
+
+    assert (send(), heard()) == ([], [[], []])
+    (problem,) = refused = send(flipped)
+    assert problem.startswith("rank 1 of engine 0: matrix2: the bytes of matrix2 differ, hash ")
+    assert heard() == [refused] * 2
+    assert (send(), heard()) == ([], [[], []])
+    stale = prove("prove", seed=2)
+    assert len(stale) == sum(len(plan.copies) for plan in agreement.plans.values())
+    assert heard() == [stale] * 2
+    assert (prove("prove"), heard()) == ([], [[], []])
+    damaged = prove("damage")
+    assert [problem.split(",")[0] for problem in damaged] == [
+        f"rank {rank} of engine 0: matrix2: the bytes of matrix2 differ" for rank in (0, 1)
+    ]
+    heard()
+    assert prove("buffer")[1::2] == [
+        f"rank {rank} of engine 0: buffer b: changed since it was loaded" for rank in (0, 1)
+    ]
+    heard()
+
+
+def test_what_one_rank_cannot_write_in_place_is_known_to_all(fleets: list[Fleet]) -> None:
+    fleet = Fleet(1, 2, how="packed")
+    fleets.append(fleet)
+    agreement = lead_agreement(fleet.group, SLOTS, 30)
+    assert (agreement.schedule, agreement.problems) == (None, {"matrix1": "shuffled (rank 1 of engine 0)"})
+    assert agreement.of_engine == [plan_of(rank, 2) for rank in range(2)]
+    assert [kind for kind, _, _, _ in fleet.answers()] == ["no plan"] * 2
     fleet.group.check()
 
 
-def test_a_tensor_of_which_the_engine_takes_a_part_is_refused(fleets: list[Fleet]) -> None:
-    """All of a tensor may be left: of a tied head, say."""
-    fleet = Fleet(1, 1, how="part")
+def test_one_rank_without_a_plan_is_everyones_refusal_and_the_group_stays(fleets: list[Fleet]) -> None:
+    fleet = Fleet(1, 2, how="unknown")
     fleets.append(fleet)
-    more = [*SLOTS, Slot("unused", torch.bfloat16, (8,))]
-    with pytest.raises(PlanRefused, match="no plan: odd: the engine takes 2 of its 3 elements"):
-        lead_agreement(fleet.group, more, lambda nbytes: nbytes, 30)
-    assert fleet.answers()[0][:2] == ("PlanRefused", "no plan: odd: the engine takes 2 of its 3 elements")
+    refusal = "no plan: matrix1: gathered (rank 1 of engine 0)"
+    with pytest.raises(PlanRefused) as refused:
+        lead_agreement(fleet.group, SLOTS, 30)
+    assert str(refused.value) == refusal
+    assert [answer[:2] for answer in fleet.answers()] == [("PlanRefused", refusal)] * 2
+    fleet.group.check()
+
+
+def test_a_rank_that_stalls_ends_the_update_at_its_deadline(fleets: list[Fleet]) -> None:
+    """Also in a proof, where nothing is on the wire and the store answers."""
+    fleet = Fleet(1, 2, how="stall")
+    fleets.append(fleet)
+    agreement = lead_agreement(fleet.group, SLOTS, 30)
+    fleet.order("prove")
+    began = time.monotonic()
+    with pytest.raises(TransferError):
+        prove_sender(fleet.group, agreement, weights(1, device_of(0)), KIND, TIMEOUT_S)
+    assert time.monotonic() - began < TIMEOUT_S + SLACK_S
+    assert fleet.pipes[0].poll(TIMEOUT_S + SLACK_S)
+    assert fleet.pipes[0].recv()[0] in ("TransferError", "TransferTimeout")
 
 
 def test_a_rank_that_dies_ends_the_update_for_all(fleets: list[Fleet]) -> None:
     fleet = Fleet(1, 2, how="die")
     fleets.append(fleet)
-    schedule = lead_agreement(fleet.group, SLOTS, lambda nbytes: nbytes // 8, 30)
-    packer = Packer(schedule, make_buffers(schedule.largest, device_of(0)))
+    agreement = lead_agreement(fleet.group, SLOTS, 30, sum(slot.nbytes for slot in SLOTS) // CHUNKS)
+    packer = packer_of(agreement)
+    fleet.order(1)
     began = time.monotonic()
     with pytest.raises(TransferError):  # noqa: PT012 (gloo may take the first chunks of one that is gone)
         for _ in range(3):
-            send_planned(fleet.group, schedule, packer, weights(1, device_of(0)), TIMEOUT_S)
+            send_planned(fleet.group, agreement, packer, weights(1, device_of(0)), KIND, TIMEOUT_S)
     assert time.monotonic() - began < TIMEOUT_S + SLACK_S
     assert fleet.pipes[0].poll(TIMEOUT_S + SLACK_S)
     assert fleet.pipes[0].recv()[0] in ("TransferError", "TransferTimeout")

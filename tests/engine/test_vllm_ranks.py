@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from test_vllm_refit import TRANSPORT, expected, join, learn, refit
+from test_vllm_refit import TIMEOUT_S, TRANSPORT, expected, join, learn, refit
 
 from functional.engine.plan import Plan
 from functional.engine.transports import BACKENDS, PROOF_VARIABLE
@@ -91,7 +91,7 @@ def test_a_trainer_of_two_ranks_gathers_once_an_update(two_ranks: Any, versions:
         assert trainers[0].stdout is not None
         hello = json.loads(trainers[0].stdout.readline())
         join(two_ranks, hello["port"], RANKS)
-        two_ranks.collective_rpc("tell_plan")
+        two_ranks.collective_rpc("learn_plan", kwargs={"timeout_s": TIMEOUT_S})
         for passes in (1, 2):
             two_ranks.collective_rpc("reset_reload")
             two_ranks.collective_rpc("start_weight_update", kwargs={"is_checkpoint_format": True})
@@ -109,7 +109,7 @@ def test_a_trainer_of_two_ranks_gathers_once_an_update(two_ranks: Any, versions:
 
 def test_the_engine_dies_with_one_of_its_ranks(two_ranks: Any) -> None:
     """The last test of this engine."""
-    workers = [p for p in psutil.Process().children(recursive=True) if "Worker" in " ".join(p.cmdline())]
+    workers = [p for p in psutil.Process().children(recursive=True) if "Worker_TP" in " ".join(p.cmdline())]
     assert len(workers) == RANKS
     workers[-1].kill()
     began = time.monotonic()

@@ -52,10 +52,10 @@ def learn(engine: Any, model: Path, ranks: int = 1) -> list[Plan]:
     port = sender.listen("127.0.0.1")
     slots = Manifest.of(load_file(model / "model.safetensors").items(), packed=True).slots
     with ThreadPoolExecutor(1) as pool:
-        heard = pool.submit(lambda: sender.connect("127.0.0.1", port, 1 + ranks) or sender.hear_plans(slots))
+        heard = pool.submit(lambda: sender.connect("127.0.0.1", port, 1 + ranks) or sender.agree(slots))
         join(engine, port, ranks)
-        engine.collective_rpc("tell_plan")
-        found = heard.result(TIMEOUT_S)
+        engine.collective_rpc("learn_plan", kwargs={"timeout_s": TIMEOUT_S})
+        found = heard.result(TIMEOUT_S).of_engine
     sender.close()
     return found
 

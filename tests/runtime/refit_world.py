@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from functional.engine.errors import NOT_PROVED
+from functional.engine.plan_wire import Verdict
 from functional.engine.proof import EngineProof, TensorProof
 from functional.engine.wire import Manifest, Slot
 from functional.runtime.errors import RefitError, RolloutError, RunError
@@ -26,6 +27,10 @@ from functional.runtime.rollout.gate import AdmissionGate
 VERSION = "get_weight_version"
 UPDATE = "update_weights_from_distributed"
 MANIFEST = Manifest((Slot("w", torch.bfloat16, (1,)),), packed=True)
+
+
+LIES = [(("pause_generation", "flush_cache"), "silent"), (("update_weights", "update_by_plan"), "corrupt")]
+"""Calls that may say that they did what they did not."""
 
 
 class Unsound(BaseException):
@@ -78,6 +83,7 @@ class Engine:
     loading: bool = False
     incoming: int | None = None
     group: int = 0
+    planned: int = 0
     end: str = ""
     sticky: set[str] = field(default_factory=set)
 
@@ -85,8 +91,13 @@ class Engine:
 class World:
     """The fleet, the sender and the gate; asserts at each call that admission is open in a uniform fleet only."""
 
-    def __init__(self, chooser: Chooser, attempts: int = 1, workers: int = 2, replaceable: bool = True) -> None:
+    def __init__(
+        self, chooser: Chooser, attempts: int = 1, workers: int = 2, replaceable: bool = True, plan: bool = False
+    ) -> None:
+        """plan: whether engines and sender agree on one, or use the checkpoint protocol."""
         self.chooser = chooser
+        self.plan = plan
+        self.claimed: int | None = None
         self.gate = AdmissionGate()
         self.instances = 0
         self.group = 0
@@ -121,7 +132,9 @@ class World:
         version = self.refit.version
         sound = Engine(version, str(version))
         for engine in self.engines if self.gate.is_open else []:
-            seen = replace(engine, cache=engine.cache - {version}, incoming=None, group=0, end="", sticky=set())
+            seen = replace(
+                engine, cache=engine.cache - {version}, incoming=None, group=0, planned=0, end="", sticky=set()
+            )
             if seen != sound:
                 raise Unsound(f"admission open at version {version}: {seen}")
 
@@ -163,16 +176,27 @@ class World:
     def connect(self, address: str, port: int, world_size: int) -> None:
         self.alive()
 
-    def hear_plans(self, version: int) -> None:
-        self.alive()
-        if self.chooser.pick(["ok", "fails"]) == "fails":
-            raise RefitError("a rank has no plan")
-
     def proof(self, version: int) -> EngineProof:
         self.alive()
         if self.chooser.pick(["ok", "fails"]) == "fails":
             raise RefitError("the hashing failed")
         return EngineProof(None, ({"w": TensorProof("bfloat16", (1,), 2, str(version))},))
+
+    def agree(self, version: int) -> dict[str, str]:
+        self.alive()
+        if self.chooser.pick(["ok", "fails"]) == "fails":
+            raise RefitError("no agreement")
+        return {} if self.plan else {"w": "its layer packs it"}
+
+    def send_by_plan(self, version: int) -> Verdict:
+        self.claimed = version
+        self.send(version)
+        return Verdict([], 1, [2], 0.0, 0.0)
+
+    def prove_by_plan(self, version: int) -> Verdict:
+        self.alive()
+        self.claimed = version
+        return Verdict([], 1, [2], 0.0, 0.0)
 
     def send(self, version: int) -> None:
         self.assert_sound()
@@ -214,7 +238,7 @@ class FakeControl:
             raise WorkerLostError(self.index, f"worker {self.index}: {what}: no answer within the deadline")
         if what in engine.sticky:
             raise ControlError(f"worker {self.index}: {what}: refused for good")
-        lies = {"pause_generation": ["silent"], "flush_cache": ["silent"], "update_weights": ["corrupt"]}.get(what, [])
+        lies = [lie for whats, lie in LIES if what in whats]
         effectless = route in ("liveness_probe", VERSION)
         options = ["ok", "killed"] if effectless else ["ok", "refused", "refused for good", "late", "killed", "hangs"]
         outcome = self.world.chooser.pick([*options, *lies])
@@ -249,6 +273,17 @@ class FakeControl:
             engine.paused = False
         elif what == "init_weight_transfer_engine":
             engine.group = world.group
+            engine.planned = 0
+        elif what == "learn_plan":
+            self.require(engine.group == world.group, "no group")
+            engine.weights, engine.planned = None, engine.group
+        elif what == "update_by_plan":
+            self.require(engine.planned == world.group and world.sent is not None, "nothing was sent")
+            engine.weights = None if outcome == "corrupt" else world.sent
+            self.require(engine.weights == world.claimed, NOT_PROVED)
+        elif what == "prove_by_plan":
+            self.require(engine.planned == world.group, "no plan")
+            self.require(engine.weights == world.claimed, NOT_PROVED)
         elif what == "reset_reload":
             engine.loading, engine.incoming = False, None
         elif what == "start_weight_update":

@@ -67,7 +67,7 @@ def test_a_probe_fails_an_attempt_when_it_tells_the_other_version(to_new, to_oth
 
 
 def test_a_send_that_fails_once_is_tried_again():
-    result = world_at(0, Scripted("fails", {2 * 2}), attempts=2).refit.update(1)  # after two probes on each worker
+    result = world_at(0, Scripted("fails", {2}), attempts=2).refit.update(1)  # after a probe on each worker
     assert (result.version, result.attempts) == (1, 2)
     failed = [t for t in result.transitions if t.event is Event.FAILED]
     assert [(t.before, t.version, t.attempt, t.admission) for t in failed] == [(State.SENDING, 1, 1, False)]
@@ -157,8 +157,9 @@ def test_an_unexpected_error_of_the_trainer_is_a_failed_attempt():
     assert not world.gate.is_open
 
 
-def test_a_stale_worker_must_refuse_and_a_dead_one_is_no_refusal():
-    world = world_at(0)
+@pytest.mark.parametrize("plan", [False, True])
+def test_a_stale_worker_must_refuse_and_a_dead_one_is_no_refusal(plan):
+    world = world_at(0, plan=plan)
     assert "weights not proved" in world.refit.stale_is_refused(1)
     with pytest.raises(RefitError, match="the proof proves nothing"):
         world.refit.stale_is_refused(0)

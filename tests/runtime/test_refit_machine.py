@@ -44,10 +44,10 @@ def test_admission_follows_the_state_for_every_sequence_of_events():
         assert [t.admission for t in machine.log] == [t.after is State.SERVING for t in machine.log]
 
 
-def two_updates(chooser, attempts):
+def two_updates(chooser, attempts, plan):
     """To version 0 undisturbed, to 1 with faults, and where that ends well, to 2 undisturbed."""
     chooser.active = False
-    world = World(chooser, attempts)
+    world = World(chooser, attempts, plan=plan)
     assert world.refit.update(0).reached
     world.serve()
     chooser.active = True
@@ -74,12 +74,13 @@ def two_updates(chooser, attempts):
     ("attempts", "max_faults", "possible"),
     [(1, 2, {"reached", "back", "stopped"}), (3, 1, {"reached", "stopped"})],
 )
-def test_no_path_admits_a_request_in_a_mixed_state(attempts, max_faults, possible):
+@pytest.mark.parametrize("plan", [False, True])
+def test_no_path_admits_a_request_in_a_mixed_state(attempts, max_faults, possible, plan):
     """Every call of an update refused, late, hung, fatal or without effect; the world asserts at each of them."""
     ends = {"reached": 0, "back": 0, "stopped": 0}
 
     def scenario(chooser: Chooser) -> None:
-        ends[two_updates(chooser, attempts)] += 1
+        ends[two_updates(chooser, attempts, plan)] += 1
 
     paths = explore(scenario, max_faults)
     print(f"{paths} paths with at most {max_faults} fault(s), {attempts} attempt(s): {ends}")
@@ -88,9 +89,10 @@ def test_no_path_admits_a_request_in_a_mixed_state(attempts, max_faults, possibl
 
 
 @pytest.mark.parametrize("left_out", [["_commit"], ["_prove", "_judge_probes"], ["_clear", "_judge_probes"]])
-def test_the_check_notices_when_a_part_of_the_update_does_nothing(monkeypatch, left_out):
+@pytest.mark.parametrize("plan", [False, True])
+def test_the_check_notices_when_a_part_of_the_update_does_nothing(monkeypatch, left_out, plan):
     """Proof and clear are each backed by the probe, so that one has to go too."""
     for method in left_out:
         monkeypatch.setattr(FleetRefit, method, lambda refit, result: None)
     with pytest.raises(Unsound):
-        explore(lambda chooser: two_updates(chooser, 1), 1)
+        explore(lambda chooser: two_updates(chooser, 1, plan), 1)

@@ -1,5 +1,6 @@
 """The weight source of a trainer's own process: tensors gone through once, sent to a real group, and proved."""
 
+import contextlib
 import re
 import threading
 import time
@@ -10,9 +11,9 @@ import torch
 
 from functional.engine.gloo import GlooGroup
 from functional.engine.group import join_store
-from functional.engine.plan import Copy, PlanRefused, Target, View, make_plan
+from functional.engine.plan import Copy, Learned, PlanRefused, Target, View, make_plan
+from functional.engine.plan_wire import join_agreement
 from functional.engine.proof import prove_all
-from functional.engine.rank_plans import tell_plan
 from functional.engine.wire import Manifest, exchange, receive
 from functional.runtime.errors import RefitError
 from functional.runtime.refit import expected
@@ -27,7 +28,7 @@ DEADLINE_S = 5.0
 
 
 def plan_for(slots):
-    """As an engine of one rank with these would tell it: q, k and v fused, o as it is."""
+    """As an engine of one rank with these would tell it: q, k and v fused, o as it is; and none is written in place."""
     sizes = {slot.name: slot.shape for slot in slots}
     targets, copies = {}, []
     for name, (rows, columns) in sizes.items():
@@ -35,7 +36,8 @@ def plan_for(slots):
         start = targets.get(target, 0)
         copies.append(Copy(name, whole(0, rows, columns), target, whole(start * columns, rows, columns)))
         targets[target] = start + rows
-    return make_plan(slots, [Target(name, torch.bfloat16, (rows, 3), (3, 1)) for name, rows in targets.items()], copies)
+    shapes = [Target(name, torch.bfloat16, (rows, 3), (3, 1)) for name, rows in targets.items()]
+    return Learned(make_plan(slots, shapes, copies), {"norm": "its layer packs it"})
 
 
 def whole(offset, rows, columns):
@@ -71,12 +73,13 @@ class Receiver(threading.Thread):
         self.part = part or (lambda group, manifest, timeout_s: receive(group, manifest, self.load, timeout_s))
         self.start()
         source.connect("127.0.0.1", self.port, 2)
-        source.hear_plans(7)
+        source.agree(7)
 
     def run(self):
         group = GlooGroup(join_store("127.0.0.1", self.port, DEADLINE_S), 1, 2, "127.0.0.1")
         group.form(DEADLINE_S)
-        tell_plan(group, self.plan, 1, DEADLINE_S)
+        with contextlib.suppress(PlanRefused):
+            join_agreement(group, lambda manifest: self.plan(manifest.slots), 1, DEADLINE_S)
         self.part(group, self.manifest, DEADLINE_S)
         group.close()
 
@@ -161,7 +164,8 @@ def test_an_exchange_moves_as_many_bytes_and_no_tensor(monkeypatch):
     trainer.source.exchange(7)
     receiver.join(DEADLINE_S)
     assert not receiver.is_alive()
-    assert sum(moved) == 2 * 2 * 11 * 3
+    agreed = 16  # bytes of each broadcast by which the agreement measures
+    assert sum(size for size in moved if size != agreed) == 2 * 2 * 11 * 3
     assert trainer.passes == 0
 
 
@@ -176,7 +180,7 @@ def test_without_a_group_nothing_is_sent():
 def test_without_plans_no_tensor_is_sent():
     trainer = Trainer()
     trainer.source._sender = SimpleNamespace(send=None)
-    with pytest.raises(RefitError, match="call hear_plans first"):
+    with pytest.raises(RefitError, match="call agree first"):
         trainer.source.send(7)
     assert trainer.passes == 0
 
@@ -186,7 +190,7 @@ def without_o(slots):
 
 
 def refused(slots):
-    raise PlanRefused({slots[0].name: "the loader computes it"})
+    return Learned(None, {slots[0].name: "the loader computes it"})
 
 
 @pytest.mark.parametrize(

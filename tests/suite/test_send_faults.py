@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from functional.engine.plan import Copy, Target, View, make_plan
+from functional.engine.plan_wire import Agreement
 from functional.engine.wire import Manifest
 from functional.suite.send_faults import FaultyWeights, SendFault, tampered
 
@@ -51,20 +52,20 @@ def source():
     )
     made._with_sender = lambda act: act(made.wire)
     made.wire = Wire()
-    made.hear_plans(1)
+    made.agree(1)
     return made
 
 
 class Wire:
     """A sender that keeps what it is given, to an engine of one rank that holds the tensors as they are."""
 
-    def hear_plans(self, slots):
+    def agree(self, slots):
         targets, copies = [], []
         for slot in slots:
             own = View(0, slot.shape, tuple(torch.empty(slot.shape).stride()))
             targets.append(Target(slot.name, slot.dtype, slot.shape, own.strides))
             copies.append(Copy(slot.name, own, slot.name, own))
-        return [make_plan(slots, targets, copies)]
+        return Agreement({1: make_plan(slots, targets, copies)}, 1, {"q": "its layer packs it"}, None)
 
     def send(self, tensors, manifest):
         self.packed = manifest.packed
@@ -112,3 +113,31 @@ def test_old_weights_are_sent_and_proved_as_those_of_the_version_before():
         weights.send(7)
         weights.proof(7)
     assert asked == [6, 7]
+
+
+class Planned:
+    """A sender by plan that keeps what it would send, and what it would prove."""
+
+    def send(self, named, on_wire):
+        self.proved = []
+        self.sent = list(on_wire(self.watched(named)))
+
+    def watched(self, named):
+        for name, tensor in named:
+            self.proved.append((name, tensor))
+            yield name, tensor
+
+
+@pytest.mark.parametrize(
+    ("kind", "differ"), [("swap", {"k", "v"}), ("flip", {"norm"}), ("skip", {"norm"}), ("old", set())]
+)
+def test_by_plan_a_fault_changes_what_is_sent_and_not_what_is_proved(kind, differ):
+    weights = source()
+    weights._planned = Planned()
+    weights._weights = lambda version: [(name, tensor + version) for name, tensor in named()]
+    weights.fault = SendFault(kind, 3, version=2)
+    weights.send_by_plan(2)
+    true = dict(weights._weights(1 if kind == "old" else 2))
+    assert all(torch.equal(true[name], tensor) for name, tensor in weights._planned.proved)
+    assert {name for name, tensor in weights._planned.sent if not torch.equal(true[name], tensor)} == differ
+    assert (weights.fault.times, [name for name, _ in weights._planned.sent]) == (0, ["q", "k", "v", "norm"])

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from functional.engine.plan_wire import Verdict
 from functional.engine.proof import EngineProof
 from functional.engine.wire import Manifest
 from functional.runtime.errors import RefitError
@@ -33,13 +34,23 @@ class WeightSource(Protocol):
     def connect(self, address: str, port: int, world_size: int) -> None:
         """Join the transfer group as rank 0; returns when all have joined."""
 
+    def agree(self, version: int) -> dict[str, str]:
+        """Agree with all engines, in a new group and beside their `learn_plan`, on how tensors like this version's
+        become what each rank holds.
+
+        Returns tensor → why updates are not by plan; nothing if they are. Raises RefitError, by tensor, where a proof
+        is not possible: some part is held by no rank, say. Has its own deadline.
+        """
+
+    def send_by_plan(self, version: int) -> Verdict:
+        """Send every tensor, and have all engines prove what they hold then; the key is drawn after the last copy. Only
+        after `agree` came to a plan, in the same group. Has its own deadline."""
+
+    def prove_by_plan(self, version: int) -> Verdict:
+        """Have all engines prove that they hold this version, sent before or not. Otherwise as `send_by_plan`."""
+
     def send(self, version: int) -> None:
-        """Send every tensor. Has its own deadline."""
-
-    def hear_plans(self, version: int) -> None:
-        """Learn, beside the workers' `tell_plan`, which parts of the tensors each rank of an engine holds.
-
-        Raises RefitError, by tensor, where that cannot be said, or where some part is held by no rank."""
+        """Send every tensor by vLLM's checkpoint protocol. Has its own deadline."""
 
     def proof(self, version: int) -> EngineProof:
         """What an engine with this version's weights holds, sent before or not. Has its own deadline.
@@ -98,8 +109,9 @@ class Replacement:
 class RefitResult:
     """What an update did. `asked` and `version` differ after a return to the version before.
 
-    proved: parameters of a worker, all ranks together; proved_bytes: of each rank. phases: seconds by name, of the last
-    attempt; probes: one verdict a worker.
+    proved: parameters of a worker, all ranks together; proved_bytes: of each rank. by_plan: whether the weights were
+    copied in place; if not, no_plan: tensor → why not. phases: seconds by name, of the last attempt; probes: one
+    verdict a worker.
     """
 
     asked: int
@@ -109,6 +121,8 @@ class RefitResult:
     tensors: int = 0
     proved: int = 0
     proved_bytes: list[int] = field(default_factory=list)
+    by_plan: bool = False
+    no_plan: dict[str, str] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     probes: list[ProbeVerdict] = field(default_factory=list)
     replaced: list[Replacement] = field(default_factory=list)

@@ -11,12 +11,13 @@ from functional.engine.gloo import GlooGroup
 from functional.engine.group import Group, Rendezvous
 from functional.engine.nccl import NcclGroup
 from functional.engine.plan import Plan, PlanRefused
+from functional.engine.plan_wire import Agreement, Verdict, lead_agreement
 from functional.engine.proof import EngineProof
-from functional.engine.rank_plans import hear_plans
 from functional.engine.transports import BACKENDS, PROOFS, ProofKind
 from functional.engine.wire import DEFAULT_TIMEOUT_S, Manifest, Slot, exchange, send
 from functional.runtime.errors import RefitError
 from functional.runtime.refit.expected import ExpectedProof, NamedTensors, check_coverage
+from functional.runtime.refit.planned import PlannedSender
 from functional.runtime.refit.probe import ProbeScore
 from functional.runtime.rollout.completion import Completion
 
@@ -37,13 +38,15 @@ class LocalWeights:
         device: torch.device | str,
         timeout_s: float,
         proof: ProofKind | None = None,
+        resident: bool = True,
     ) -> None:
         """layout: version → checkpoint name, dtype and shape of every weight, without a tensor; raises RefitError for a
         version that is not held. weights: version → (checkpoint name, bfloat16 tensor) of the same, in the same order;
         a tensor must not change until `proof` has returned, or the next `send` begins. score: as `WeightSource.score`.
 
         config: the model's Hugging Face configuration; transport: gloo or nccl; timeout_s: of each wait; proof: what
-        weights are proved by, as fits the transport if not given.
+        weights are proved by, as fits the transport if not given; resident: the tensors lie at the same
+        place in every update, and may be held on to (not gathered ones).
         """
         self._layout = layout
         self._weights = weights
@@ -53,8 +56,10 @@ class LocalWeights:
         self._device = device
         self._timeout_s = timeout_s
         self._proof: ProofKind = proof or PROOFS[transport]
-        self._plans: list[Plan] | None = None
         self._sender: Sender | None = None
+        self._resident = resident
+        self._plans: list[Plan] | None = None
+        self._planned: PlannedSender | None = None
         self._sent: tuple[int, ExpectedProof] | None = None
 
     def metadata(self, version: int) -> Manifest:
@@ -72,18 +77,29 @@ class LocalWeights:
 
             nh_triton.check(torch.device(self._device))
 
-    def hear_plans(self, version: int) -> None:
-        slots = tuple(self._layout(version))
-        try:
-            plans = self._with_sender(lambda sender: sender.hear_plans(slots))
-            tied = getattr(self._config, "tie_word_embeddings", False)
-            check_coverage(plans, slots, frozenset({"lm_head.weight"} if tied else ()))
-        except PlanRefused as refused:
-            raise RefitError(f"the weights cannot be proved: {refused}") from refused
-        self._plans = plans
-
     def send(self, version: int) -> None:
         self._send(version, self.metadata(version), self._weights(version))
+
+    def agree(self, version: int) -> dict[str, str]:
+        self._plans = self._planned = None
+        slots = tuple(self._layout(version))
+        try:
+            agreement = self._with_sender(lambda sender: sender.agree(slots))
+            tied = getattr(self._config, "tie_word_embeddings", False)
+            check_coverage(agreement.of_engine, slots, frozenset({"lm_head.weight"} if tied else ()))
+        except PlanRefused as refused:
+            raise RefitError(f"the weights cannot be proved: {refused}") from refused
+        self._plans = agreement.of_engine
+        if agreement.schedule is not None:
+            self._planned = self._with_sender(lambda sender: sender.planned(agreement, self._proof, self._resident))
+        return dict(agreement.problems)
+
+    def send_by_plan(self, version: int) -> Verdict:
+        return self._send_by_plan(version)
+
+    def prove_by_plan(self, version: int) -> Verdict:
+        planned, named = self._agreed(), self._weights(version)
+        return self._with_sender(lambda _: planned.prove(named))
 
     def proof(self, version: int) -> EngineProof:
         with self._expected(version) as expected:
@@ -107,6 +123,7 @@ class LocalWeights:
     def close(self) -> None:
         """Let the transfer group go. Harmless when repeated."""
         self._forget_sent()
+        self._planned = None
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -125,6 +142,18 @@ class LocalWeights:
         self._sent = version, expected
         self._with_sender(lambda sender: sender.send(on_wire(expected.watch(named)), manifest))
 
+    def _send_by_plan(
+        self, version: int, on_wire: Callable[[NamedTensors], NamedTensors] = lambda named: named
+    ) -> Verdict:
+        """on_wire: as for `_send`."""
+        planned, named = self._agreed(), self._weights(version)
+        return self._with_sender(lambda _: planned.send(named, on_wire))
+
+    def _agreed(self) -> PlannedSender:
+        if self._planned is None:
+            raise RefitError("trainer: no plan was agreed on in this transfer group")
+        return self._planned
+
     def _expected(self, version: int) -> ExpectedProof:
         """What the last send kept, if it was of this version; else the tensors are gone through once more."""
         if self._sent is not None and self._sent[0] == version:
@@ -137,7 +166,7 @@ class LocalWeights:
 
     def _new_expected(self) -> ExpectedProof:
         if self._plans is None:
-            raise RefitError("trainer: what the engines hold is not known, call hear_plans first")
+            raise RefitError("trainer: what the engines hold is not known, call agree first")
         return ExpectedProof(self._plans, self._proof, torch.device(self._device))
 
     def _forget_sent(self) -> None:
@@ -201,9 +230,13 @@ class Sender:
         """
         send(self._connected(), manifest, named, self._timeout_s)
 
-    def hear_plans(self, slots: Sequence[Slot]) -> list[Plan]:
-        """The plans of an engine's ranks, beside the workers' `tell_plan`. Raises as `rank_plans.hear_plans` does."""
-        return hear_plans(self._connected(), slots, self._timeout_s)
+    def agree(self, slots: Sequence[Slot]) -> Agreement:
+        """Agree with the workers, beside their `learn_plan`, on how updates are made. Raises as `lead_agreement`."""
+        return lead_agreement(self._connected(), slots, self._timeout_s)
+
+    def planned(self, agreement: Agreement, proof: ProofKind, resident: bool) -> PlannedSender:
+        """What sends by plan in this group. resident: as for `LocalWeights`."""
+        return PlannedSender(self._connected(), agreement, proof, self._timeout_s, resident)
 
     def exchange(self, manifest: Manifest) -> None:
         """Rank 0's part of `wire.exchange`."""

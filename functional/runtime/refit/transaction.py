@@ -1,7 +1,7 @@
 """One policy update of a whole fleet: every worker moves to the new version and proves it, or goes back and proves it.
 
-    probe warmed → admission shut, rollouts drained → workers paused, caches cleared → group formed, tensors sent →
-    proved on each worker → cleared again → version set and read back → resumed → probed → admission open
+    probe warmed → admission shut, rollouts drained → workers paused, caches cleared → group formed, plan agreed on →
+    tensors sent → proved on each worker → cleared again → version set and read back → resumed → probed → admission open
 
 A failure anywhere leads to recovery: lost workers are replaced, the group is formed anew, the version is tried again;
 after `attempts` failures the fleet goes back to the version before. Admission stays shut all the while, and for good
@@ -79,10 +79,14 @@ class FleetRefit:
         self._on_step = on_step
         self._pool = pool or ThreadPoolExecutor(max_workers=len(workers) + 1, thread_name_prefix="refit")
         self._machine = RefitMachine(gate, on_transition)
+        self._announced: tuple[int, Future[Manifest]] | None = None
         self._manifest: Manifest
         self._grouped = False
+        self._no_plan: Mapping[str, str] = {}  # tensor → why the group came to no plan
+        self._refused: RunError | None = None  # the proof that came with the tensors
         self._lost: dict[int, str] = {}
         self._warmed: dict[int, int] = {}  # instance → cached tokens its probe had before the clear
+        self._warmed_at: int | None = None  # as the gate counts
         self._actions: dict[State, Callable[[RefitResult], None]] = {
             State.DRAINING: self._drain,
             State.PAUSING: self._pause,
@@ -152,6 +156,8 @@ class FleetRefit:
         Returns the refusal of the first worker that answers. Raises RefitError if it accepts, which would make every
         proof worthless, or if none answers.
         """
+        if self._grouped and not self._no_plan and (refusal := self._stale_by_plan(version)):
+            return refusal
         proof, silent = self._source.proof(version), []
         prove = self._rpc("prove_weights", expected=proof.as_dict(), allow_unpaused=True)
         for worker in self.workers:
@@ -167,8 +173,22 @@ class FleetRefit:
                 )
         raise RefitError(f"no worker could be asked: {'; '.join(silent)}")
 
+    def _stale_by_plan(self, version: int) -> str | None:
+        """The same of all workers at once, as updates are proved; None if one cannot be asked."""
+        asked = self._pool.submit(self._source.prove_by_plan, version)
+        prove = self._rpc("prove_by_plan", self._timeout_s + GRACE_S, timeout_s=self._timeout_s, allow_unpaused=True)
+        try:
+            self._beside(asked, prove)
+        except RunError as refusal:
+            if NOT_PROVED in str(refusal):
+                return str(refusal)
+            self._grouped = False
+            return None
+        raise RefitError("the workers accepted a proof of weights they were never sent: the proof proves nothing")
+
     def _begin(self, version: int, result: RefitResult) -> None:
         self._machine.version, self._machine.attempt = version, 1
+        self._announced = version, self._pool.submit(self._source.metadata, version)
         lost = self.find_lost() if self.state in (State.UNPROVED, State.SERVING) else {}
         if not lost:
             with self._step("warm probe", result):
@@ -208,13 +228,20 @@ class FleetRefit:
                 return
 
     def _attempt(self, version: int, result: RefitResult) -> None:
-        self._manifest = self._source.metadata(version)  # a version that is not held fails before a worker is touched
+        self._manifest = self._metadata(version)  # a version that is not held fails before a worker is touched
         while self.state is not State.SERVING:
             self._actions[self.state](result)
             if self.state is State.PROBING:
                 self.version = result.version = version
                 self._warmed.clear()
             self._machine.fire(Event.DONE)
+
+    def _metadata(self, version: int) -> Manifest:
+        """As asked for when the update began, before admission was shut; asked again by a later attempt."""
+        announced, self._announced = self._announced, None
+        if announced is not None and announced[0] == version:
+            return announced[1].result()
+        return self._source.metadata(version)
 
     def _recover(self, lost: Mapping[int, str], result: RefitResult, following: int | None = None) -> None:
         """Replace the lost workers and forget the group; the machine stands ready for the next attempt, or stopped."""
@@ -247,6 +274,9 @@ class FleetRefit:
     def _drain(self, result: RefitResult) -> None:
         with self._step("drain", result):
             self._gate.close_and_drain(self._timeout_s)
+        if self._warmed_at != (now := self._gate.idle_since()):  # rollouts may have driven the probe out of caches
+            self._warmed.clear()
+            self._warmed_at = now
 
     def _pause(self, result: RefitResult) -> None:
         with self._step("see cache", result):
@@ -259,9 +289,13 @@ class FleetRefit:
         if not self._grouped:
             with self._step("form group", result):
                 self._form_group()
-            with self._step("plan", result):
-                self._hear_plans()
+            with self._step("agree on plan", result):
+                self._agree()
             self._grouped = True
+        result.by_plan, result.no_plan = not self._no_plan, dict(self._no_plan)
+        if result.by_plan:
+            self._send_by_plan(result)
+            return
         with self._step("start", result):
             self._on_all(self._rpc("reset_reload"))
             self._on_all(self._rpc("start_weight_update", is_checkpoint_format=True))
@@ -270,7 +304,28 @@ class FleetRefit:
         with self._step("finish", result):
             self._on_all(self._rpc("finish_weight_update"))
 
+    def _send_by_plan(self, result: RefitResult) -> None:
+        """One call brings the tensors and their proof; what that refuses is for the state that follows."""
+        self._refused = None
+        with self._step("transfer", result):
+            sent = self._pool.submit(self._source.send_by_plan, self._target)
+            try:
+                self._beside(sent, self._rpc("update_by_plan", self._timeout_s + GRACE_S, timeout_s=self._timeout_s))
+            except RunError as error:
+                if NOT_PROVED not in str(error):
+                    raise
+                self._refused = error
+                return
+            verdict = sent.result()
+        result.phases["transfer"] -= verdict.prove_s
+        result.phases["prove"] = verdict.prove_s
+        result.proved, result.proved_bytes = verdict.proved, verdict.proved_bytes
+
     def _prove(self, result: RefitResult) -> None:
+        if result.by_plan:
+            if self._refused is not None:
+                raise self._refused
+            return
         with self._step("prove", result):
             proof = self._source.proof(self._target)
             self._on_all(self._rpc("prove_weights", expected=proof.as_dict()))
@@ -322,16 +377,17 @@ class FleetRefit:
             raise errors[0]
         return [future.result() for future in futures]
 
-    def _rpc(self, method: str, timeout_s: float | None = None, **arguments: Any) -> Callable[[Worker], None]:
+    def _rpc(self, method: str, patience_s: float | None = None, **arguments: Any) -> Callable[[Worker], None]:
         """Runs a method of a worker's extension under the version label it has: only the commit changes that."""
         label = "unproved" if self.version is None else str(self.version)
         body = rpc_body(method, label, **arguments)  # large, and the same for all
-        return lambda worker: worker.control.send_rpc(method, body, timeout_s)
+        return lambda worker: worker.control.send_rpc(method, body, patience_s)
 
     def _warm(self) -> None:
-        """Have the probe's first prompt cached while rollouts still run; `_see_cache` tells whether it was."""
+        """Have the probe's first prompt cached, and seen to be, while rollouts still run. It holds if none does."""
+        self._warmed_at = self._gate.idle_since()
         try:
-            self._on_all(lambda worker: self._probe(worker, 0, 1))
+            self._on_all(self._see_cache)
         except InterruptedRunError:
             raise
         except RunError:
@@ -340,8 +396,8 @@ class FleetRefit:
     def _see_cache(self, worker: Worker) -> None:
         """See the probe's first prompt hit the worker's prefix cache, so that a later miss shows the clear.
 
-        It was asked for before the drain, and is once more where rollouts have driven it out since. A worker that is
-        paused since an earlier attempt was seen then.
+        Not again where it was seen before the drain, and no rollout was under way since. A worker that is paused since
+        an earlier attempt was seen then.
         """
         if worker.instance_id in self._warmed:
             return
@@ -372,10 +428,10 @@ class FleetRefit:
         self._beside(joined, join)
         joined.result()
 
-    def _hear_plans(self) -> None:
-        heard = self._pool.submit(self._source.hear_plans, self._target)
-        self._beside(heard, self._rpc("tell_plan", self._timeout_s + GRACE_S))
-        heard.result()
+    def _agree(self) -> None:
+        agreed = self._pool.submit(self._source.agree, self._target)
+        self._beside(agreed, self._rpc("learn_plan", self._timeout_s + GRACE_S, timeout_s=self._timeout_s))
+        self._no_plan = agreed.result()
 
     def _transfer(self) -> None:
         update_info = {**self._manifest.info(), "timeout_s": self._timeout_s}
@@ -385,10 +441,15 @@ class FleetRefit:
         sent.result()
 
     def _beside(self, own: "Future[Any]", action: Callable[[Worker], None]) -> None:
-        """Run `action` on every worker beside the trainer's own part; a failed side ends the other's wait."""
+        """Run `action` on every worker beside the trainer's own part; a failed side ends the other's wait.
+
+        A proof that is refused has been by all: nobody waits then, and the group remains good.
+        """
         try:
             self._on_all(action)
         except Exception as error:
+            if NOT_PROVED in str(error):
+                raise
             self._source.abort(one_line(error))
             if isinstance(cause := own.exception(), SourceLostError):
                 raise cause from error

@@ -15,10 +15,16 @@ class AdmissionGate:
         self._condition = threading.Condition()
         self._open = True
         self._inside = 0
+        self._entered = 0
 
     @property
     def is_open(self) -> bool:
         return self._open
+
+    def idle_since(self) -> int | None:
+        """None while a rollout is under way; else how many there have been: the same later, if none was since."""
+        with self._condition:
+            return None if self._inside else self._entered
 
     def enter(self) -> None:
         """Count one rollout in. Raises RolloutError while the gate is shut."""
@@ -26,6 +32,7 @@ class AdmissionGate:
             if not self._open:
                 raise RolloutError("rollout refused: admission is shut (an update is under way or has failed)")
             self._inside += 1
+            self._entered += 1
 
     def leave(self) -> None:
         with self._condition:
