@@ -27,8 +27,8 @@ LAYOUTS = {
         *TWO,
     ),
 }
-OWN = {"builtin:random-gemma3": (f"{GENERATION}.vllm_kwargs.disable_hybrid_kv_cache_manager=true",)}
-"""With a cache for each kind of attention, Dynamo 1.3.0.post1's router applies no cache event of the engine."""
+OWN = {"builtin:random-gemma3": (f"{GENERATION}.dynamo_cfg.frontend_args.router_mode=round-robin",)}
+"""Dynamo 1.3.0.post1's router applies no cache event of an engine with sliding-window attention."""
 SMALL = sorted(name for name, shape in MADE.items() if shape.endswith("-small"))
 
 
