@@ -7,10 +7,12 @@ a file does. In force where `VLLM_RENDEZVOUS_DIR` names a folder that ends with 
 import importlib
 import os
 import uuid
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
 FOLDER_VARIABLE = "VLLM_RENDEZVOUS_DIR"
+_RANDOM_BYTES = 8
 _EXECUTORS = ("vllm.v1.executor.uniproc_executor", "vllm.v1.executor.multiproc_executor")
 
 
@@ -27,6 +29,10 @@ def apply() -> None:
 
     for module in _modules():
         module.get_distributed_init_method = file_init_method
+    # Queues between the processes are shared memory too, which a killed process leaves behind: named after the folder.
+    memory: Any = shared_memory
+    memory._SHM_NAME_PREFIX = f"/{Path(folder).name}-"
+    memory._SHM_SAFE_NAME_LENGTH = len(memory._SHM_NAME_PREFIX) + 2 * _RANDOM_BYTES
 
 
 def is_applied() -> bool:

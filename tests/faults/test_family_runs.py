@@ -27,6 +27,8 @@ LAYOUTS = {
         *TWO,
     ),
 }
+OWN = {"builtin:random-gemma3": (f"{GENERATION}.dynamo_cfg.frontend_args.router_mode=round-robin",)}
+"""Dynamo 1.3.0.post1's router applies no cache event of an engine with sliding-window attention."""
 SMALL = sorted(name for name, shape in MADE.items() if shape.endswith("-small"))
 
 
@@ -35,7 +37,7 @@ SMALL = sorted(name for name, shape in MADE.items() if shape.endswith("-small"))
 @pytest.mark.parametrize("model", SMALL)
 def test_two_steps_are_proved(model, layout, tmp_path):
     out = tmp_path / "out"
-    overrides = [f"policy.model_name={model}", *LEARNING, *LAYOUTS[layout]]
+    overrides = [f"policy.model_name={model}", *LEARNING, *LAYOUTS[layout], *OWN.get(model, ())]
     command = [sys.executable, "-m", "functional.suite.cli", "run", str(RECIPE), *overrides, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
