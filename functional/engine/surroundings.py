@@ -28,8 +28,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def settle_memory() -> None:
-    """Have Python's collector leave alone what this process holds now. A model is millions of objects that stay; to go
-    through them takes as long as hashing 10 GB, in the middle of an update."""
+    """Have Python's collector leave alone what this process holds now: a model is very many objects that stay, and a
+    collection would go through all of them in the midst of an update."""
     gc.collect()
     gc.freeze()
 
