@@ -141,6 +141,21 @@ def compare_routers(
     raise typer.Exit(run_module("functional.suite.compare_routers", recipe, out, *words))
 
 
+@app.command()
+def report(
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a run that has a report.json.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the names of the files as JSON.")] = False,
+) -> None:
+    """Make report.html and report.md of a run again.
+
+    Example: functional report /tmp/run
+    """
+    from functional.suite.pages.render import write_pages
+
+    written = [str(path) for path in write_pages(out)]
+    typer.echo(json.dumps(written) if as_json else "\n".join(written))
+
+
 @app.command("make-model")
 def make_model_command(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],
