@@ -94,6 +94,8 @@ def bars(title: str, about: str, rows: Sequence[Bar], unit: str) -> Plot | None:
     rows = [row for row in rows if row.parts]
     if not rows:
         return None
+    table = [(row.name, name, number(value)) for row in rows for name, value in row.parts]
+    rows = _merged(rows)
     names = list(dict.fromkeys(name for row in rows for name, _ in row.parts))
     if len(rows) > MOST_ROWS:
         return lines(title, about, _as_series(rows, names), "number", unit)
@@ -118,7 +120,6 @@ def bars(title: str, about: str, rows: Sequence[Bar], unit: str) -> Plot | None:
                 f"<title>{escape(row.name)}: {escape(name)} {number(value)} {escape(unit)}</title></rect>"
             )
             at += length
-    table = [(row.name, name, number(value)) for row in rows for name, value in row.parts]
     legend = [(name, index % COLOURS) for index, name in enumerate(names)] if len(names) > 1 else []
     return _plot(title, about, parts, bottom + 36, ("row", "part", unit), table, legend)
 
@@ -207,6 +208,23 @@ def _as_series(rows: Sequence[Bar], names: Sequence[str]) -> list[Series]:
         for name, value in row.parts:
             found[name].append((float(index), value))
     return [Series(name, points) for name, points in found.items()]
+
+
+def _merged(rows: Sequence[Bar]) -> list[Bar]:
+    """As many parts as there are colours: the largest over all rows, and what is left of each row at its end."""
+    total: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.parts:
+            total[name] = total.get(name, 0.0) + value
+    if len(total) <= COLOURS:
+        return list(rows)
+    large = set(sorted(total, key=lambda name: -total[name])[: COLOURS - 1])
+    merged = []
+    for row in rows:
+        small = sum(value for name, value in row.parts if name not in large)
+        kept = [(name, value) for name, value in row.parts if name in large]
+        merged.append(Bar(row.name, [*kept, (f"{len(total) - len(large)} others", small)], row.start))
+    return merged
 
 
 def _short(name: str) -> str:

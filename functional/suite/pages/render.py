@@ -6,6 +6,8 @@ reads report.json of a run's folder and what lies beside it.
 """
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,26 @@ from markupsafe import Markup
 from pydantic import ValidationError
 
 from functional.runtime.errors import ConfigError
+from functional.suite.checklist import Check
 from functional.suite.pages.charts import charts
 from functional.suite.pages.run_files import RunFiles
 from functional.suite.pages.updates import faults, updates
 from functional.suite.pages.verdict import by_section, chain, conditions, scope
 from functional.suite.report import Report, write_atomically
 
+MOST_PASSED = 200
+"""Checks that passed, of those shown under one heading; every one that failed is shown."""
 PAGES = ("report.html", "report.md")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Checks under a heading; `total` and `passed` count those left out too."""
+
+    name: str
+    checks: list[Check]
+    total: int
+    passed: int
 
 
 def write_pages(out: Path) -> list[Path]:
@@ -66,7 +81,7 @@ def _facts(report: Report, files: RunFiles) -> dict[str, Any]:
         "scope": scope(report),
         "conditions": conditions(report),
         "chain": chain(report, files.out),
-        "sections": by_section(report.checks),
+        "sections": [shortened(name, held) for name, held in by_section(report.checks)],
         "plots": [(plot, Markup(plot.svg)) for plot in plots],
         "updates": shown,
         "updates_left_out": left_out,
@@ -76,6 +91,13 @@ def _facts(report: Report, files: RunFiles) -> dict[str, Any]:
         "recipe": json.dumps(report.recipe, indent=2, ensure_ascii=False),
         "style": Markup(Path(__file__).with_name("style.css").read_text(encoding="utf-8")),
     }
+
+
+def shortened(name: str, held: Sequence[Check]) -> Shown:
+    """Of a long run, the checks that failed and the last of the others."""
+    passed = [check for check in held if check.passed]
+    kept = set(map(id, passed[-MOST_PASSED:]))
+    return Shown(name, [check for check in held if not check.passed or id(check) in kept], len(held), len(passed))
 
 
 def cell(text: object) -> str:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,14 @@ class RunFiles:
 
     def event(self, name: str, after: float = 0.0) -> float | None:
         """When an event was first noted after a time; None if never."""
-        times = (row["time"] for row in self.events if row["event"] == name and row["time"] >= after)
-        return next((float(time) for time in times), None)
+        return next((time for time in self._times.get(name, ()) if time >= after), None)
+
+    @cached_property
+    def _times(self) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {}
+        for row in self.events:
+            found.setdefault(row["event"], []).append(float(row["time"]))
+        return found
 
     def listed(self) -> list[tuple[str, int]]:
         """Name relative to the folder, and bytes, of every file a reader may want."""

@@ -14,12 +14,13 @@ State = Literal["yes", "no", "unknown"]
 SECTIONS = (
     (
         "Token correctness",
-        r"step\d+\.(tokens|requests|token_mult|logprobs)|identity\.|chat|sampling|seeds|post_update\.",
+        r"step\d+\.(tokens|requests|token_mult|logprobs)|identity\.|chat|sampling|seeds",
     ),
     (
         "Policy refit",
         r"refit|.*\.(version_reached|weights_proved|cache_clear_seen|probe_matches|stale_weights_refused)",
     ),
+    ("Post-update generation", r"post_update\."),
     ("Learning", r"step\d+\.(rewards_differ|policy_moved)"),
     ("Routing and telemetry", r"routing\.|telemetry\.|network\."),
     ("Recovery and teardown", r"teardown\.|fault|recover"),
@@ -118,9 +119,11 @@ def _commit(host: dict[str, Any], inputs: dict[str, str]) -> Link:
     if not commit:
         why = f"the image names the sha256 of {len(inputs)} inputs; ./build.py functional tells the commit"
         return Link("Commit", "not told", "unknown", why)
-    if host.get("sources_match"):
-        return Link("Commit", commit, "yes", f"its sources and locks are those in the image ({len(inputs)} inputs)")
-    return Link("Commit", commit, "no", "the image was made of other sources than this commit's")
+    if host.get("inputs") != inputs:
+        return Link("Commit", commit, "no", "the image names other inputs than the release's record")
+    if str(commit).endswith("-dirty"):
+        return Link("Commit", commit, "unknown", "built from a checkout with changes that no commit holds")
+    return Link("Commit", commit, "yes", f"built from its checkout; {len(inputs)} inputs, as the image names them")
 
 
 def _image(digest: str | None, told: str | None) -> Link:
