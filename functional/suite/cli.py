@@ -156,6 +156,20 @@ def report(
     typer.echo(json.dumps(written) if as_json else "\n".join(written))
 
 
+@app.command()
+def doctor(
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a run, running or ended (its --out).")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what is wrong with a run: what was looked at, what was found, the next step. Exit status 1 with a problem.
+
+    Example: functional doctor /tmp/run
+    """
+    from functional.suite.doctor.show import show_findings
+
+    raise typer.Exit(show_findings(out, as_json))
+
+
 @app.command("make-model")
 def make_model_command(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],

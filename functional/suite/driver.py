@@ -6,6 +6,7 @@
 and data; it goes away with the run.
 """
 
+import json
 import shutil
 import signal
 import sys
@@ -23,7 +24,7 @@ from functional.suite.hardware import read_hardware
 from functional.suite.leftovers import find_leftovers
 from functional.suite.pages.render import write_pages
 from functional.suite.preflight import Prepared, prepare
-from functional.suite.report import EngineOption, Report, read_release, write_report
+from functional.suite.report import EngineOption, Report, read_release, write_atomically, write_report
 from functional.suite.session import Session, interrupt
 from functional.suite.versions import read_versions
 
@@ -37,6 +38,7 @@ FILES = (
     "metrics.jsonl",
     "usage.jsonl",
     "agreement.jsonl",
+    "recipe.json",
     "processes.json",
     "events.jsonl",
     "routers.json",
@@ -64,6 +66,7 @@ def run(
         print(f"error: {error}", file=sys.stderr)
         return 2
     log_dir = make_folders(out)
+    write_atomically(out / "recipe.json", json.dumps(report.recipe, indent=2) + "\n")
     session = session_type(prepared, report, out, run_dir)
     for warning in report.warnings:
         session.say(f"warning: {warning}")
