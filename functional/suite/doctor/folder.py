@@ -16,6 +16,8 @@ from functional.suite.pages.run_files import RunFiles
 State = Literal["running", "ended", "dead"]
 LOG_END_BYTES = 2_000_000
 """A cause is looked for in the end of a log: what ends a process stands there."""
+CLOCK_S = 2.0
+"""By how much the times of the kernel and of files may differ."""
 _MOVE = re.compile(r"refit (?P<version>\S+) (?P<before>\w+) → (?P<after>\w+): (?P<reason>.*)", re.DOTALL)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -72,7 +74,7 @@ class RunFolder:
         return any(self.run_dir is not None and str(self.run_dir) in command_line(pid) for pid in self._pids("driver"))
 
     def alive(self) -> dict[str, list[int]]:
-        """Part → its processes that are there, known by the run's folder or namespace in command or environment."""
+        """Part → its processes that are there on this machine."""
         found = {name: [pid for pid in pids if self._is_ours(pid)] for name, pids in self.processes.items()}
         return {name: pids for name, pids in found.items() if pids}
 
@@ -113,15 +115,15 @@ class RunFolder:
         return [int(pid) for pid in self.processes.get(name, [])]
 
     def _is_ours(self, pid: int) -> bool:
-        if self.run_dir is None:
-            return False
-        mark = str(self.run_dir)
+        """Ids come again: ours was started after the run, and before the file that names it was written."""
         try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-            status = psutil.Process(pid).status()
+            process = psutil.Process(pid)
+            started, status = process.create_time(), process.status()
+            named = (self.out / "processes.json").stat().st_mtime
         except (OSError, psutil.Error):
             return False
-        return status != psutil.STATUS_ZOMBIE and (mark in command_line(pid) or mark in environment)
+        in_time = self.files.began - CLOCK_S <= started <= named + CLOCK_S
+        return bool(status != psutil.STATUS_ZOMBIE and in_time)
 
 
 def _json(path: Path) -> dict[str, Any]:
