@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -99,6 +100,7 @@ def upper_bound(values: Sequence[float], level: float) -> float:
     return float(math.exp(statistics.mean(logs) + width))
 
 
+@cache
 def t_quantile(probability: float, degrees: int) -> float:
     """Of Student's t, by bisection over its density's integral (Simpson's rule)."""
     scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)

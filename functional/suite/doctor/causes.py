@@ -61,6 +61,12 @@ STARTING = (
         "port-taken", r"Address already in use|EADDRINUSE", "a port is taken",
         "ss -ltnp shows by what; a leftover of an earlier run is ended by its guard, else by hand",
     ),
+    _cause(
+        "startup-timeout",
+        r"did not come within dynamo_cfg|gave no answer within|did not listen before",
+        "it took longer than dynamo_cfg.startup_timeout_s",
+        "worker-*.log and frontend.log; raise the limit only if a log shows progress, or the machine is busy",
+    ),
 )  # fmt: skip
 """Why a worker or a service did not come up; the first that matches its log counts."""
 

@@ -126,7 +126,9 @@ def _ready(run: RunFolder) -> Iterator[Finding]:
         yield Finding(READY, Result.OK, "", looked, f"all workers registered and the model was routed{took}")
         if run.state == "running":
             yield _asked_frontend(run)
-    elif not run.files.event("fleet: starting"):
+    elif error:
+        yield _not_up(run, looked, error)
+    elif run.files.event("fleet: starting") is None:
         where = "the run ended before the fleet" if run.state != "running" else "the fleet is not started yet"
         yield Finding(READY, Result.UNKNOWN, "", looked, where)
     elif run.state == "running":
@@ -136,17 +138,15 @@ def _ready(run: RunFolder) -> Iterator[Finding]:
 
 
 def _not_up(run: RunFolder, looked: str, error: str) -> Finding:
-    """Why a fleet did not come up: the first log that shows a known cause, else the condition that was not met."""
-    for log in run.logs():
-        if cause := first(STARTING, run.log_end(log)):
-            found = f"{cause.meaning} ({log.name}: {_quoted(cause, run.log_end(log))})"
+    """Why a fleet did not come up: the first log that shows a known cause, else what the run's own error says."""
+    for name, text in [(log.name, run.log_end(log)) for log in run.logs()] + [("report.json", error)]:
+        if cause := first(STARTING, text):
+            found = f"{cause.meaning} ({name}: {_quoted(cause, text)})"
             return Finding(READY, Result.PROBLEM, cause.word, looked, found, cause.next_step)
     if run.state == "dead":
         return Finding(READY, Result.UNKNOWN, "", looked, "the driver ended while the fleet was coming up")
-    if match := re.search(r"«(.*?)» did not come", error):
-        step = "worker-*.log and frontend.log; raise dynamo_cfg.startup_timeout_s only if a log shows progress"
-        found = f"«{match[1]}» did not come within dynamo_cfg.startup_timeout_s"
-        return Finding(READY, Result.PROBLEM, "startup-timeout", looked, found, step)
+    if error.startswith("stopped by"):
+        return Finding(READY, Result.UNKNOWN, "", looked, "the run was told to stop while the fleet was coming up")
     step = "the quoted log from its first error on"
     return Finding(READY, Result.PROBLEM, "startup-failed", looked, _line(error) or "it did not come up", step)
 
