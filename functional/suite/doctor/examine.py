@@ -6,6 +6,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import psutil
@@ -186,16 +187,17 @@ def _score(run: RunFolder) -> Iterator[Finding]:
         found = f"{sum(reasons.values())} of {len(run.files.rollouts)} samples refused; {count}: {reason}"
         yield Finding(SCORE, Result.PROBLEM, "samples-refused", looked, found, step)
     failed = [check for check in run.checks(*SCORING) if not check["passed"]]
-    for check in failed:
-        apart = check["name"].endswith((".token_mult_prob_error", ".logprobs_agree"))
-        word = "engine-trainer-apart" if apart else "tokens-incorrect"
+    apart = [check for check in failed if check["name"].endswith((".token_mult_prob_error", ".logprobs_agree"))]
+    wrong = [check for check in failed if check not in apart]
+    if wrong:
+        step = "the reason stands with the sample in rollouts.jsonl"
+        yield Finding(SCORE, Result.PROBLEM, "tokens-incorrect", looked, _all_of(wrong), step)
+    if apart:
         step = (
             "the same model folder and tokenizer on both sides? a VLLM_* variable in env_vars that takes other kernels?"
             " a bound in checks.* below the model's own rounding?"
-            if apart
-            else "the reason stands with the sample in rollouts.jsonl"
         )
-        yield Finding(SCORE, Result.PROBLEM, word, looked, f"{check['name']}: {check['detail']}", step)
+        yield Finding(SCORE, Result.PROBLEM, "engine-trainer-apart", looked, _all_of(apart), step)
     if not reasons and not failed:
         done = len(run.files.rollouts)
         state = Result.OK if done else Result.UNKNOWN
@@ -271,11 +273,9 @@ def _output(run: RunFolder) -> Iterator[Finding]:
     looked = "the checks on cache clears, probes and the generation after the last update"
     held = run.checks(*AFTER_UPDATE)
     failed = [check for check in held if not check["passed"]]
-    for check in failed:
+    if failed:
         step = "stale prefixes or weights: keep admission closed; logs of the worker named, and docs/refit.md"
-        yield Finding(
-            OUTPUT, Result.PROBLEM, "output-inconsistent", looked, f"{check['name']}: {check['detail']}", step
-        )
+        yield Finding(OUTPUT, Result.PROBLEM, "output-inconsistent", looked, _all_of(failed), step)
     steps, versions = len(run.report.get("steps", [])), [one.get("version") for one in run.report.get("refits", [])]
     if not failed:
         state = Result.OK if held else Result.UNKNOWN
@@ -405,9 +405,12 @@ def _others(run: RunFolder) -> Iterator[Finding]:
     known = SCORING + AFTER_UPDATE + TEARDOWN
     others = [check for check in run.report.get("checks", []) if not check["name"].endswith(known)]
     failed = [check for check in others if not check["passed"]]
+    by_kind: dict[str, list[dict[str, Any]]] = {}
     for check in failed:
-        word, step = _OF_CHECKS.get(check["name"].rpartition(".")[2], ("check-failed", "docs/troubleshooting.md"))
-        yield Finding(OTHER, Result.PROBLEM, word, "report.json", f"{check['name']}: {check['detail']}", step)
+        by_kind.setdefault(check["name"].rpartition(".")[2], []).append(check)
+    for kind, held in by_kind.items():
+        word, step = _OF_CHECKS.get(kind, ("check-failed", "docs/troubleshooting.md"))
+        yield Finding(OTHER, Result.PROBLEM, word, "report.json", _all_of(held), step)
     if not failed:
         state = Result.OK if others else Result.UNKNOWN
         yield Finding(OTHER, state, "", "report.json", f"{len(others)} passed" if others else "no report")
@@ -438,6 +441,12 @@ def _quoted(cause: Cause, text: str) -> str:
         return ""
     start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
     return _line(text[start : end if end >= 0 else None])
+
+
+def _all_of(checks: list[dict[str, Any]]) -> str:
+    """The first in full, and how many more there are."""
+    more = f"; and {len(checks) - 1} more, the last {checks[-1]['name']}" if len(checks) > 1 else ""
+    return f"{checks[0]['name']}: {_line(checks[0]['detail'])}{more}"
 
 
 def _line(text: str) -> str:
