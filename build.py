@@ -290,6 +290,64 @@ def diff(
     raise typer.Exit(int(not difference.equal) if json else report_difference(difference))
 
 
+@app.command()
+def report(
+    name: Annotated[str, typer.Argument(envvar="NAME")] = "cpu",
+    history: Annotated[Path | None, typer.Option(help="Timings of nights; dist/nightly/history.jsonl.")] = None,
+    json: Json = False,
+) -> None:
+    """Show a release: chain, sizes, layers, times, nights; dist/NAME/report.html has it for people.
+
+    \b
+    Examples: ./build.py report cpu
+              ./build.py report cuda --json
+    """
+    from kit.release_report import say_report, write_release_report
+
+    found, page = write_release_report(name, history)
+    if json:
+        print(found.as_json())
+    else:
+        say_report(found, page)
+
+
+@app.command()
+def night(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The night's, with stages.tsv of ci/nightly.sh.")],
+    name: Name = "cpu",
+    history: Annotated[Path | None, typer.Option(help="Timings of all nights; history.jsonl beside FOLDER.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="A stage failed: times are kept, and not judged.")] = False,
+    json: Json = False,
+) -> None:
+    """Keep the timings of a night, and hold them against the nights before: exit status 1 for a regression.
+
+    Example: ./build.py night dist/nightly/2026-01-01T000000Z-cpu --name cpu
+    """
+    from kit.night import close_night, say_closed
+
+    closed = close_night(name, folder, history or folder.parent / "history.jsonl", failed)
+    _answer(closed.model_dump_json(indent=2), json)
+    raise typer.Exit(say_closed(closed))
+
+
+@app.command()
+def doctor(
+    profile: Profile = "cpu",
+    json: Json = False,
+) -> None:
+    """Check this machine for the pipeline: tools, versions, disk, registry, GPUs, driver. Exit status 1 with a problem.
+
+    \b
+    Examples: ./build.py doctor
+              ./build.py doctor --profile cuda --json
+    """
+    from kit.doctor import examine_host, say_findings
+
+    findings = examine_host(profile)
+    _answer(findings.model_dump_json(indent=2), json)
+    raise typer.Exit(say_findings(findings))
+
+
 def _answer(text: str, json: bool) -> None:
     if json:
         print(text)

@@ -161,6 +161,35 @@ def serve_chat(
     raise typer.Exit(run_module("functional.suite.serve", recipe, out, *words, *(overrides or [])))
 
 
+@app.command()
+def report(
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a run that has a report.json.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the names of the files as JSON.")] = False,
+) -> None:
+    """Make report.html and report.md of a run again.
+
+    Example: functional report /tmp/run
+    """
+    from functional.suite.pages.render import write_pages
+
+    written = [str(path) for path in write_pages(out)]
+    typer.echo(json.dumps(written) if as_json else "\n".join(written))
+
+
+@app.command()
+def doctor(
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a run, running or ended (its --out).")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what is wrong with a run: what was looked at, what was found, the next step. Exit status 1 with a problem.
+
+    Example: functional doctor /tmp/run
+    """
+    from functional.suite.doctor.show import show_findings
+
+    raise typer.Exit(show_findings(out, as_json))
+
+
 @app.command("make-model")
 def make_model_command(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],

@@ -136,6 +136,8 @@ class Policy:
         self.master = {name: p.detach().float().clone() for name, p in self.weights.items()}
         self._new_optimizer = partial(make_optimizer, optimizer, list(self.master.values()), lr, weight_decay)
         self.optimizer = self._new_optimizer()
+        self.last_scored = (torch.empty(0), torch.empty(0))
+        """Log-probs of the last step's tokens, before it: the trainer's and the engine's."""
 
     @property
     def config(self) -> Any:
@@ -191,6 +193,7 @@ class Policy:
             before = self._all_logprobs(self.model, batch)
             penalised = loss_config.reference_policy_kl_penalty > 0 and self.reference is not None
             reference = self._all_logprobs(self.reference, batch) if penalised else None
+        self.last_scored = before[batch.mask], batch.generation_logprobs[batch.mask]
         bounds = self.agreement_bounds(batch, before)
         tokens, samples = int(batch.mask.sum()), len(batch)
         gradients = {name: torch.zeros_like(m) for name, m in self.master.items()}

@@ -44,6 +44,7 @@ from functional.suite.checklist import Checklist
 from functional.suite.cluster import cluster_address, joined_ray
 from functional.suite.data import measure_data
 from functional.suite.flaky import flaky_proxy
+from functional.suite.hardware import UsageSampler
 from functional.suite.models import find_model, find_tokenizer
 from functional.suite.preflight import Prepared
 from functional.suite.report import LostSample, NodePlace, Refit, Report, Step, Topology, write_atomically
@@ -53,6 +54,8 @@ from functional.suite.tasks import Task, make_task
 WATCH_INTERVAL_S = 0.5
 SEED_TOKENS = 64
 EVENT_DELAY_S = 0.5
+PAIRS = 400
+"""Tokens of a step whose two log-probs are kept for the report."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,10 @@ class Session:
         self.ports: list[int] = []
         self.remains: list[str] = []
         self._joined: Any = None
+        self._named: dict[str, list[int]] = {}
         self._stack = ExitStack()
         self._events = self._stack.enter_context(JsonLines(out / "events.jsonl"))
+        self._agreement = self._stack.enter_context(JsonLines(out / "agreement.jsonl"))
 
     def say(self, what: str) -> None:
         """One line of progress with the seconds since the start."""
@@ -120,6 +125,7 @@ class Session:
         or engine options are the cause."""
         recipe, generation = self.recipe, self.recipe.policy.generation
         self._name_processes({})
+        self._stack.enter_context(UsageSampler(self.out / "usage.jsonl", lambda: self._named))
         self.event("run: starting", run_dir=str(self.run_dir))
         model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
         if problem := find_model_problem(model_dir / "config.json"):
@@ -187,8 +193,8 @@ class Session:
 
     def _name_processes(self, fleet: dict[str, list[int]]) -> None:
         """Write processes.json: process ids by name, for whoever watches the run from outside."""
-        pids = {"driver": [os.getpid()], **fleet}
-        write_atomically(self.out / "processes.json", json.dumps(pids, indent=2) + "\n")
+        self._named = {"driver": [os.getpid()], **fleet}
+        write_atomically(self.out / "processes.json", json.dumps(self._named, indent=2) + "\n")
 
     def _phase(self, name: str, action: Any) -> Any:
         began = time.monotonic()
@@ -335,6 +341,7 @@ class Session:
         watched(parts.fleet, kept)
         metrics = watched(parts.fleet, parts.trainer.train.remote(batch.samples(), step))
         self.report.steps.append(as_step(step, batch, metrics))
+        self._agreement.append({"step": step, **watched(parts.fleet, parts.trainer.agreement.remote(PAIRS))})
         parts.telemetry.write({f"train/{name}": value for name, value in metrics.items()}, step)
         checks.check_step(self.checks, step, batch, metrics, self.recipe.checks)
         self.say(f"step {step}: reward {batch.mean_reward:.3f}, " + checks.describe_step(metrics))

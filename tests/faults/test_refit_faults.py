@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from functional.runtime.recipe.seeds import engine_seed
+from functional.suite.doctor.examine import examine
+from functional.suite.doctor.folder import RunFolder
 from tests.recipes import RECIPES
 
 RECIPE = RECIPES / "grpo_cpu.yaml"
@@ -28,6 +30,19 @@ EXPECTED = {
     "all-workers-killed",
     "trainer-killed-mid-transfer",
 }
+
+DIAGNOSED = {
+    "send-failed",
+    "weights-not-proved",
+    "old-weights-served",
+    "clear-refused",
+    "cache-not-cleared",
+    "worker-lost",
+    "transfer-deadline",
+    "sender-lost",
+    "update-given-up",
+}
+"""What the doctor must name, each from its own fault in the one run."""
 
 
 WAYS = {
@@ -52,6 +67,7 @@ def test_each_fault_comes_to_its_end_and_nothing_is_left(way, tmp_path):
     assert sum(name.startswith("fault.failing-send-") for name in passed) == 4
     assert "teardown.nothing_left" in passed
     assert {refit["by_plan"] for refit in report["refits"]} == {way == "plan"}
+    assert {one.cause for one in examine(RunFolder.open(out))} >= DIAGNOSED
     shut = [t for t in report["refit_transitions"] if t["after"] != "serving"]
     assert not any(t["admission"] for t in shut)
     launched = {int(slot): seeds for slot, seeds in report["topology"]["seeds"].items()}
