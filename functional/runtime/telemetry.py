@@ -29,12 +29,12 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def select(text: str, prefixes: Iterable[str]) -> dict[str, float]:
-    """Values of the metrics whose names begin with one of `prefixes`, summed over their labels."""
-    starts = tuple(prefixes)
+def select(text: str, prefixes: Iterable[str], without: Iterable[str] = ()) -> dict[str, float]:
+    """Values of the metrics whose names begin with one of `prefixes` and none of `without`, over all labels."""
+    starts, left_out = tuple(prefixes), tuple(without)
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
-        if not family.name.startswith(starts):
+        if not family.name.startswith(starts) or family.name.startswith(left_out):
             continue
         for sample in family.samples:
             if not sample.name.endswith(("_bucket", "_created", "_info")):
@@ -140,10 +140,11 @@ class Telemetry:
         """Read every worker and the frontend once."""
         values: dict[str, float] = {}
         try:
+            without = self._config.metrics_exclude_prefixes or ()
             for worker in self._fleet.workers:
-                found = select(worker.control.metrics(), self._config.metrics_worker_prefixes)
+                found = select(worker.control.metrics(), self._config.read_of_workers, without)
                 values |= {f"generation_metrics/worker-{worker.index}/{name}": value for name, value in found.items()}
-            found = select(self._fleet.frontend.metrics(), self._config.metrics_frontend_prefixes)
+            found = select(self._fleet.frontend.metrics(), self._config.read_of_frontend, without)
             values |= {f"generation_metrics/frontend/{name}": value for name, value in found.items()}
         except (ControlError, httpx.HTTPError, RuntimeError):
             self.failed_polls += 1

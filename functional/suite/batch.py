@@ -8,7 +8,7 @@ import torch
 from functional.runtime.errors import RunError
 from functional.runtime.recipe.model import GrpoConfig
 from functional.runtime.rollout.completion import Completion
-from functional.suite.grpo import advantages
+from functional.suite.grpo import advantages, clipped
 from functional.suite.policy import Sample
 from functional.suite.tasks import Prompt, Task
 
@@ -72,5 +72,6 @@ def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> lis
             scored += [None] * size
             continue
         row = torch.tensor([[float(reward or 0.0) for reward in group]])
-        scored += advantages(row, config.normalize_rewards, config.use_leave_one_out_baseline)[0].tolist()
+        found = advantages(row, config.normalize_rewards, config.use_leave_one_out_baseline)
+        scored += clipped(found, config.advantage_clip_low, config.advantage_clip_high)[0].tolist()
     return scored

@@ -24,7 +24,9 @@ def chat_server(
     dynamo = generation.dynamo_cfg
     policy = ChatPolicy(
         load_template(recipe, model_dir),
-        Sampling(generation.max_new_tokens, generation.temperature, tuple(generation.stop_token_ids or ())),
+        Sampling(
+            generation.max_new_tokens, generation.temperature, stop_token_ids=tuple(generation.stop_token_ids or ())
+        ),
         dynamo.worker_args.exclude_tools_when_tool_choice_none,
     )
     client = ChatClient(pool, gate, served, policy, journal)

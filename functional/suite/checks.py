@@ -69,6 +69,8 @@ def check_step(
     """Engine and trainer agree before the step, as far as the model's own rounding lets them, and the step moves the
     policy: by more than their noise, or it is said that this cannot be told."""
     check_agreement(checks, f"step{step}", metrics, thresholds)
+    if "filter_flips" in metrics:
+        check_flips(checks, f"step{step}", metrics)
     noise, shift = metrics["logp_noise"], metrics["logp_shift"]
     wanted = thresholds.shift_over_noise or SHIFT_TOLD
     told = shift >= wanted * noise and shift > 0
@@ -99,6 +101,22 @@ def check_agreement(checks: Checklist, name: str, metrics: dict[str, float], thr
         f"mean |trainer − engine| {noise:.5f} nats (at most {noise_bound:.5f}; {source})",
         noise=noise,
         bound=noise_bound,
+    )
+
+
+def check_flips(checks: Checklist, name: str, metrics: dict[str, float]) -> None:
+    """Tokens that the engine sampled and the trainer's top-k or top-p would cut lie no further outside than rounding
+    moves logits."""
+    flips, tokens = int(metrics["filter_flips"]), int(metrics["tokens"])
+    furthest, bound = metrics["filter_flip_nats"], metrics["filter_flip_nats_bound"]
+    checks.add(
+        f"{name}.filters_agree",
+        furthest <= bound,
+        f"{flips} of {tokens} sampled tokens outside the trainer's set, the furthest by {furthest:.5f} nats "
+        f"(at most {bound:.5f}); scored as members",
+        flips=flips,
+        furthest=furthest,
+        bound=bound,
     )
 
 
@@ -141,19 +159,24 @@ def check_refit(checks: Checklist, name: str, result: RefitResult, fleet: Fleet,
         bytes_by_rank=result.proved_bytes,
         seconds=result.total_s,
     )
-    events = await_cleared(fleet, cleared_before)
     probes = result.probes
-    checks.add(
-        f"{name}.cache_clear_seen",
-        all(p.cached_before > 0 and p.cached_after == 0 for p in probes) and events is not False,
-        "; ".join(f"worker {p.worker}: {p.cached_before} cached tokens before, {p.cached_after} after" for p in probes)
-        + {True: "; clear events at the router", False: "; clear events missing at the router", None: ""}[events],
-    )
+    if fleet.settings.recipe.has_prefix_cache:
+        check_clear(checks, name, probes, await_cleared(fleet, cleared_before))
     checks.add(
         f"{name}.probe_matches",
         all(p.reading.finding not in (Finding.OTHER, Finding.NEITHER) for p in probes),
         "; ".join(describe_probe(p) for p in probes),
         probes=[asdict(p) for p in probes],
+    )
+
+
+def check_clear(checks: Checklist, name: str, probes: list[ProbeVerdict], events: bool | None) -> None:
+    """A prompt that hit each worker's cache misses it now. events: whether the router was told; None if it never is."""
+    checks.add(
+        f"{name}.cache_clear_seen",
+        all(p.cached_before > 0 and p.cached_after == 0 for p in probes) and events is not False,
+        "; ".join(f"worker {p.worker}: {p.cached_before} cached tokens before, {p.cached_after} after" for p in probes)
+        + {True: "; clear events at the router", False: "; clear events missing at the router", None: ""}[events],
     )
 
 
@@ -266,6 +289,8 @@ def check_routing(checks: Checklist, fleet: Fleet, instance_ids: set[int | None]
         {worker.instance_id for worker in fleet.workers} <= instance_ids,
         f"{len(instance_ids)} of {len(fleet.workers)} worker(s) served rollouts",
     )
+    if not fleet.settings.recipe.has_prefix_cache:
+        return
     if fleet.settings.generation.dynamo_cfg.frontend_args.router_mode != "kv":
         return
     stored = count_events(fleet, "stored")

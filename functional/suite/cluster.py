@@ -57,7 +57,7 @@ def check_devices(recipe: Recipe) -> None:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cluster.share_gpu and shown is not None:
         raise ConfigError(f"CUDA_VISIBLE_DEVICES={shown}: cluster.share_gpu takes the machine's first GPU(s); unset it")
-    generating = recipe.policy.generation.colocated.resources.gpus_per_node
+    generating = recipe.engine_devices
     needed = generating if cluster.share_gpu else cluster.gpus_per_node
     found = torch.cuda.device_count()
     if found < needed:

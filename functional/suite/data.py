@@ -8,7 +8,15 @@ from pathlib import Path
 from functional.runtime.errors import ConfigError
 from functional.runtime.recipe.model import Recipe
 from functional.runtime.recipe.rules import TOOL_DATA
-from functional.suite.tasks import Question, Tokenizer, arithmetic, longest_prompt, read_questions, token_set_prompt
+from functional.suite.tasks import (
+    KEYS,
+    Question,
+    Tokenizer,
+    arithmetic,
+    longest_prompt,
+    read_questions,
+    token_set_prompt,
+)
 from functional.suite.tool_questions import tool_questions
 
 TOKEN_SET_NUMBERS = (100_000, 123_456, 999_999)
@@ -32,31 +40,36 @@ class DataRecord:
 def measure_data(recipe: Recipe, tokenizer: Tokenizer | None) -> DataRecord:
     """The recipe's data, its prompts measured where there is a tokenizer. Raises ConfigError (describe_data)."""
     context = recipe.policy.generation.vllm_cfg.max_model_len
-    return describe_data(recipe.data.dataset_name, recipe.grpo.num_prompts_per_step, tokenizer, context)
+    prompts, keys = recipe.grpo.num_prompts_per_step, recipe.data.keys
+    return describe_data(recipe.data.dataset_name, prompts, tokenizer, context, keys)
 
 
 def describe_data(
-    name: str, num_prompts: int, tokenizer: Tokenizer | None = None, max_model_len: int = 0
+    name: str,
+    num_prompts: int,
+    tokenizer: Tokenizer | None = None,
+    max_model_len: int = 0,
+    keys: tuple[str, str] = KEYS,
 ) -> DataRecord:
     """Read the data of `data.dataset_name`, measure its prompts where there is a tokenizer, and say what it is.
 
     Raises ConfigError naming a bad line or a prompt that fills the context, or when there are fewer questions than
     `num_prompts`, a step's.
     """
-    record, questions = read_data(name)
+    record, questions = read_data(name, keys)
     if tokenizer is not None and questions:
         record = replace(record, longest_prompt=measure(name, questions, tokenizer, max_model_len))
     check_count(record, num_prompts)
     return record
 
 
-def read_data(name: str) -> tuple[DataRecord, list[Question]]:
+def read_data(name: str, keys: tuple[str, str] = KEYS) -> tuple[DataRecord, list[Question]]:
     """What the data is, not measured, and the questions that prompts are drawn from (or examples of them).
 
     Raises ConfigError naming a bad line.
     """
     try:
-        return _read(name)
+        return _read(name, keys)
     except (OSError, ValueError) as error:
         raise _bad_data(name, error) from error
 
@@ -80,7 +93,7 @@ def _bad_data(name: str, error: Exception) -> ConfigError:
     return ConfigError(f"data.dataset_name={name!r}: {' '.join(str(error).split())}")
 
 
-def _read(name: str) -> tuple[DataRecord, list[Question]]:
+def _read(name: str, keys: tuple[str, str]) -> tuple[DataRecord, list[Question]]:
     if name == "arithmetic":
         questions = arithmetic()
         lines = [json.dumps({"answer": q.answer, "prompt": q.prompt}, sort_keys=True) for q in questions]
@@ -92,7 +105,7 @@ def _read(name: str) -> tuple[DataRecord, list[Question]]:
     if name == "token_set":
         examples = [Question(token_set_prompt(number), "", "token_set") for number in TOKEN_SET_NUMBERS]
         return DataRecord(name, "made from grpo.seed", None, None), examples
-    questions = read_questions(Path(name))
+    questions = read_questions(Path(name), keys)
     return DataRecord(name, "file", len(questions), _sha256(Path(name).read_bytes())), questions
 
 

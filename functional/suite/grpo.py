@@ -46,6 +46,11 @@ def advantages(
     return centred.float()
 
 
+def clipped(advantage: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Advantages within [low, high]; None leaves a side open."""
+    return advantage if low is None and high is None else advantage.clamp(min=low, max=high)
+
+
 def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
     """Sum of the values where the mask is true over `count` (default: how many are true; at least 1). -> scalar."""
     total = torch.where(mask, values, torch.zeros_like(values)).sum()
@@ -71,10 +76,17 @@ def importance_weight(old_logp: Tensor, generation_logp: Tensor, cap: float | No
     return weight if cap is None else weight.clamp(max=cap)
 
 
-def kl_estimate(logp: Tensor, other_logp: Tensor) -> Tensor:
-    """KL(policy || other) per token by the k3 estimator exp(d) - 1 - d, d = other - policy (never negative). [B, T]."""
+def kl_estimate(
+    logp: Tensor, other_logp: Tensor, kind: str = "k3", input_clamp: float | None = None, clamp: float | None = None
+) -> Tensor:
+    """KL(policy || other) per token, [B, T], by an estimator on d = other - policy: k1 is -d, k2 d²/2, and k3
+    exp(d) - 1 - d, never negative. d is kept within ±input_clamp, the result within ±clamp. Raises KeyError."""
     d = other_logp - logp
-    return torch.exp(d) - 1 - d
+    if input_clamp is not None:
+        d = d.clamp(-input_clamp, input_clamp)
+    estimators = {"k1": lambda: -d, "k2": lambda: d.square() / 2, "k3": lambda: torch.exp(d) - 1 - d}
+    estimate = estimators[kind]()
+    return estimate if clamp is None else estimate.clamp(-clamp, clamp)
 
 
 def token_mult_prob_error(train_logp: Tensor, generation_logp: Tensor, mask: Tensor) -> Tensor:
@@ -102,11 +114,14 @@ def clipped_loss(
     reference_logp: Tensor | None = None,
     tokens: int | None = None,
     samples: int | None = None,
+    whole_logp: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """The clipped objective times the truncated importance weight, to be minimised, and its metrics.
 
     logp [B, T]: the current policy's, with gradient; old_logp [B, T]: the trainer's before the step;
     generation_logp [B, T]: the engine's; advantage [B] or [B, T]; mask [B, T] bool: true at completion tokens.
+    reference_logp, whole_logp [B, T]: of the model's whole distribution, by the reference and, with gradient, by the
+    current policy (logp, if not given), where the others are of what a sampling filter leaves.
     tokens, samples: the whole batch's counts when this is a micro-batch of it (see batch_mean).
     Raises ValueError for shapes that do not fit, a log-prob that is not finite, or a KL penalty without reference_logp.
     """
@@ -133,7 +148,13 @@ def clipped_loss(
     loss = -batch_mean(objective * weight.detach(), mask, config.token_level_loss, tokens, samples)
     kl_reference = torch.zeros((), device=logp.device)
     if config.reference_policy_kl_penalty > 0 and reference_logp is not None:
-        kl = kl_estimate(logp, clean(reference_logp, mask))
+        kl = kl_estimate(
+            logp if whole_logp is None else clean(whole_logp, mask),
+            clean(reference_logp, mask),
+            config.reference_policy_kl_type,
+            config.kl_input_clamp_value,
+            config.kl_output_clamp_value,
+        )
         kl_reference = batch_mean(kl, mask, config.token_level_loss, tokens, samples)
         loss = loss + config.reference_policy_kl_penalty * kl_reference
 

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from transformers import AutoModelForCausalLM
 
-from functional.runtime.recipe.model import LossConfig
+from functional.runtime.recipe.model import LossConfig, OptimizerConfig, SchedulerConfig
 from functional.suite.checkpoint_views import CheckpointForm
 from functional.suite.grpo import clean, clipped_loss, mean_abs_difference
+from functional.suite.sampling_filter import Flips, SamplingFilter, find_flips
+from functional.suite.sampling_filter import logprobs as filtered_logprobs
 
+WHOLE = SamplingFilter()
+"""The model's own distribution, of which nothing is cut."""
 ENGINE_ROUNDING = 4.0
 """An engine agrees with the trainer within this many times what bfloat16 costs the trainer itself: as much again for
 the engine's own rounding makes 1.4; the rest is room for kernels that round more often."""
@@ -101,9 +106,10 @@ def collate(samples: Sequence[Sample]) -> Batch:
 class Policy:
     """A causal language model under training on one device.
 
-    temperature: the one generation samples at; log-probs are of logits / temperature, as the engine's processed
-    log-probs are (no top-k or top-p). micro_batch_size: samples a forward pass (None: the whole batch).
-    keep_reference: keep a copy of the first weights, for reference_policy_kl_penalty.
+    temperature, kept: what generation samples at and from; log-probs are of what `kept` leaves of logits / temperature,
+    as the engine's processed log-probs are. micro_batch_size: samples a forward pass (None: the whole batch).
+    optimizer: AdamW at 1e-3 unless given. keep_reference: keep a copy of the first weights, for
+    reference_policy_kl_penalty.
     """
 
     def __init__(
@@ -111,11 +117,11 @@ class Policy:
         model: Path | str,
         device: torch.device | str = "cpu",
         *,
-        lr: float = 1e-3,
-        optimizer: Literal["adamw", "sgd"] = "adamw",
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
+        optimizer: OptimizerConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
+        max_grad_norm: float | None = 1.0,
         temperature: float = 1.0,
+        kept: SamplingFilter = WHOLE,
         micro_batch_size: int | None = None,
         keep_reference: bool = False,
         seed: int = 0,
@@ -125,6 +131,7 @@ class Policy:
         torch.manual_seed(seed)
         self.device = torch.device(device)
         self.temperature = temperature
+        self.kept = kept
         self.max_grad_norm = max_grad_norm
         self.micro_batch_size = micro_batch_size
         loaded: Any = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -134,10 +141,12 @@ class Policy:
         self.weights: dict[str, Tensor] = dict(self.model.named_parameters())
         self.form = CheckpointForm(self.model)
         self.master = {name: p.detach().float().clone() for name, p in self.weights.items()}
-        self._new_optimizer = partial(make_optimizer, optimizer, list(self.master.values()), lr, weight_decay)
-        self.optimizer = self._new_optimizer()
         self.last_scored = (torch.empty(0), torch.empty(0))
         """Log-probs of the last step's tokens, before it: the trainer's and the engine's."""
+        self.steps = 0
+        """Optimizer steps taken, those of an earlier run included: what the learning rate goes by."""
+        self._configs = optimizer or OptimizerConfig(lr=1e-3), scheduler
+        self.optimizer, self.scheduler = self._new_optimizer()
 
     @property
     def config(self) -> Any:
@@ -150,9 +159,12 @@ class Policy:
             yield name, weight.detach().contiguous()
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch) -> Tensor:
-        """Log-probs of the batch's completion tokens -> [B, T] float32 on the CPU, zero where the mask is false."""
-        return self._all_logprobs(self.model, batch).cpu()
+    def logprobs(self, batch: Batch, kept: SamplingFilter | None = None) -> Tensor:
+        """Log-probs of the batch's completion tokens -> [B, T] float32 on the CPU, zero where the mask is false.
+
+        kept: what they were sampled from, if not from what this policy's rollouts are.
+        """
+        return self._all_logprobs(self.model, batch, kept or self.kept).cpu()
 
     @torch.no_grad()
     def next_logprobs(self, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -176,10 +188,11 @@ class Policy:
 
     @torch.no_grad()
     def reference_logprobs(self, batch: Batch) -> Tensor:
-        """As logprobs, by the weights the policy began with. Raises ValueError where none were kept."""
+        """As logprobs, of whole distributions, by the weights the policy began with. Raises ValueError where none were
+        kept."""
         if self.reference is None:
             raise ValueError("this policy keeps no reference: make it with keep_reference=True")
-        return self._all_logprobs(self.reference, batch).cpu()
+        return self._all_logprobs(self.reference, batch, WHOLE).cpu()
 
     def train_step(self, batch: Batch, loss_config: LossConfig) -> dict[str, float]:
         """One optimizer step on the batch, and its metrics.
@@ -189,25 +202,32 @@ class Policy:
         Raises ValueError when gradients are not finite; the weights are then unchanged.
         """
         batch = batch.to(self.device)
+        flips = Flips()
         with torch.no_grad():
-            before = self._all_logprobs(self.model, batch)
+            before = self._all_logprobs(self.model, batch, self.kept, flips)
             penalised = loss_config.reference_policy_kl_penalty > 0 and self.reference is not None
-            reference = self._all_logprobs(self.reference, batch) if penalised else None
+            reference = self._all_logprobs(self.reference, batch, WHOLE) if penalised else None
         self.last_scored = before[batch.mask], batch.generation_logprobs[batch.mask]
         bounds = self.agreement_bounds(batch, before)
+        if self.kept.is_on:
+            bounds |= {"filter_flips": float(flips.tokens), "filter_flip_nats": flips.furthest}
         tokens, samples = int(batch.mask.sum()), len(batch)
         gradients = {name: torch.zeros_like(m) for name, m in self.master.items()}
         metrics: dict[str, float] = {}
         for start, stop in self._slices(len(batch)):
             part = batch.rows(start, stop)
+            logits = self._logits(self.model, part)
+            logp = self._score(logits, part, self.kept)
+            whole = self._score(logits, part, WHOLE) if self.kept.is_on and penalised else logp
             loss, values = clipped_loss(
-                self._logprobs(self.model, part),
+                logp,
                 before[start:stop],
                 part.generation_logprobs,
                 part.advantages,
                 part.mask,
                 loss_config,
                 reference_logp=None if reference is None else reference[start:stop],
+                whole_logp=whole,
                 tokens=tokens,
                 samples=samples,
             )
@@ -217,9 +237,10 @@ class Policy:
                     gradients[name] += weight.grad
                     weight.grad = None
             metrics = {name: metrics.get(name, 0.0) + value for name, value in values.items()}
+        metrics["lr"] = self.optimizer.param_groups[0]["lr"]
         metrics["grad_norm"] = self._step(gradients)
         with torch.no_grad():
-            after = self._all_logprobs(self.model, batch)
+            after = self._all_logprobs(self.model, batch, self.kept)
         noise = float(mean_abs_difference(before, batch.generation_logprobs, batch.mask))
         shift = float(mean_abs_difference(after, before, batch.mask))
         return {
@@ -235,18 +256,19 @@ class Policy:
         """How far engine and trainer may differ on these tokens, from what bfloat16 costs the trainer itself: its
         log-probs against those of the same weights computed in float32, on the first micro-batch.
 
-        logprobs: the trainer's, [B, T]. Returns logp_rounding (mean |bfloat16 - float32|), logp_noise_bound (nats) and
-        token_mult_prob_error_bound.
+        logprobs: the trainer's, [B, T]. Returns logp_rounding (mean |bfloat16 - float32|), logp_noise_bound (nats),
+        token_mult_prob_error_bound, and filter_flip_nats_bound, of the token that rounding moved furthest.
         """
         start, stop = next(self._slices(len(batch)))
         part = batch.rows(start, stop)
-        exact = self._logprobs(copy.deepcopy(self.model).float(), part)
+        exact = self._score(self._logits(copy.deepcopy(self.model).float(), part), part, self.kept)
         rounding = (logprobs[start:stop] - exact).abs()[part.mask]
         allowed = (ENGINE_ROUNDING * rounding).clamp(min=ROUNDING_FLOOR)
         return {
             "logp_rounding": float(rounding.mean()),
             "logp_noise_bound": float(allowed.mean()),
             "token_mult_prob_error_bound": float(allowed.exp().mean()),
+            "filter_flip_nats_bound": float(allowed.max()),
         }
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -264,17 +286,27 @@ class Policy:
         for name, tensor in snapshot.items():
             self.weights[name].copy_(tensor)
             self.master[name].copy_(self.weights[name])
-        self.optimizer = self._new_optimizer()
+        self.optimizer, self.scheduler = self._new_optimizer()
+
+    def _new_optimizer(self) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
+        """A fresh optimizer, and a scheduler that has seen `steps` steps."""
+        optimizer, scheduler = self._configs
+        made = make_optimizer(optimizer, list(self.master.values()))
+        return made, None if scheduler is None else make_scheduler(scheduler, made, self.steps)
 
     def _step(self, gradients: dict[str, Tensor]) -> float:
         """Clip, step the master weights, round them into the bfloat16 copy -> the gradients' norm before clipping."""
         for name, master in self.master.items():
             master.grad = gradients[name]
-        norm = float(torch.nn.utils.clip_grad_norm_(list(self.master.values()), self.max_grad_norm))
+        bound = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self.master.values()), bound))
         if not math.isfinite(norm):
             raise ValueError(f"gradients are not finite (norm {norm}); weights left as they were")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        if self.scheduler is not None:
+            self.scheduler.step()
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(self.master[name])
@@ -285,20 +317,32 @@ class Policy:
         for start in range(0, count, size):
             yield start, min(start + size, count)
 
-    def _all_logprobs(self, model: Any, batch: Batch) -> Tensor:
+    def _all_logprobs(self, model: Any, batch: Batch, kept: SamplingFilter, flips: Flips | None = None) -> Tensor:
         batch = batch.to(self.device)
-        return torch.cat([self._logprobs(model, batch.rows(*s)) for s in self._slices(len(batch))])
+        found = []
+        for start, stop in self._slices(len(batch)):
+            part = batch.rows(start, stop)
+            found.append(self._score(self._logits(model, part), part, kept, flips))
+        return torch.cat(found)
 
-    def _logprobs(self, model: Any, batch: Batch) -> Tensor:
-        """[B, T] float32. Rows are padded right, so causal attention needs no mask, and logits are made only where a
-        completion token is predicted (a real vocabulary is large)."""
+    def _logits(self, model: Any, batch: Batch) -> Tensor:
+        """Over temperature, [B, T, V] float32. Rows are padded right, so causal attention needs no mask, and logits are
+        made only where a completion token is predicted (a real vocabulary is large)."""
         hidden = model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         steps = torch.arange(batch.mask.shape[1], device=self.device)
         predicts = (batch.prompt_lengths[:, None] - 1 + steps).clamp(max=hidden.shape[1] - 1)
         hidden = hidden.gather(1, predicts[:, :, None].expand(-1, -1, hidden.shape[2]))
-        logits = logits_of(model, hidden) / self.temperature
-        logp = torch.log_softmax(logits, -1).gather(-1, batch.completion_ids[:, :, None])[..., 0]
-        return clean(logp, batch.mask)
+        return logits_of(model, hidden) / self.temperature
+
+    def _score(self, logits: Tensor, batch: Batch, kept: SamplingFilter, flips: Flips | None = None) -> Tensor:
+        """Log-probs of the completion tokens, [B, T]; `flips` notes those that their set would leave out."""
+        if not kept.is_on:
+            logp = torch.log_softmax(logits, -1).gather(-1, batch.completion_ids[:, :, None])[..., 0]
+            return clean(logp, batch.mask)
+        rows, ids = logits[batch.mask], batch.completion_ids[batch.mask]
+        if flips is not None:
+            find_flips(rows, ids, kept, flips)
+        return torch.zeros_like(logits[..., 0]).masked_scatter(batch.mask, filtered_logprobs(rows, ids, kept))
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
@@ -307,10 +351,25 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
     return logits / getattr(model.config, "logits_scaling", 1.0)
 
 
-def make_optimizer(name: str, weights: list[Tensor], lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW or SGD over the tensors. Raises ValueError for another name."""
-    if name == "adamw":
-        return torch.optim.AdamW(weights, lr=lr, weight_decay=weight_decay)
-    if name == "sgd":
-        return torch.optim.SGD(weights, lr=lr, weight_decay=weight_decay)
-    raise ValueError(f"unknown optimizer {name!r}: want adamw or sgd")
+def make_optimizer(config: OptimizerConfig, weights: list[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer over the tensors."""
+    if config.name == "adamw":
+        return torch.optim.AdamW(
+            weights, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, eps=config.eps
+        )
+    return torch.optim.SGD(weights, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum)
+
+
+def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
+    """The learning rate's course over an optimizer, after as many steps. Raises TypeError for arguments that a stage
+    does not take."""
+    stages = [
+        getattr(torch.optim.lr_scheduler, stage.name.rpartition(".")[2])(optimizer, **stage.kwargs)
+        for stage in config.stages
+    ]
+    made = stages[0] if len(stages) == 1 else SequentialLR(optimizer, stages, config.milestones)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+        for _ in range(steps):  # as far as it has come; the optimizer itself takes no step
+            made.step()
+    return made

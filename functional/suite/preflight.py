@@ -56,7 +56,7 @@ class DataRule:
         if name not in BUILTIN_DATA and (not name.endswith(".jsonl") or find_file_problem(name)):
             return  # a rule of the runtime says so
         try:
-            self.data, questions = read_data(name)
+            self.data, questions = read_data(name, recipe.data.keys)
         except ConfigError as error:
             yield _problem("data.dataset_name", name, error)
             return

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from functional.runtime.refit.parts import Probe, RefitResult
 from functional.runtime.refit.probe import PROMPTS, probe_prompts
 from functional.runtime.refit.transaction import FleetRefit
 from functional.runtime.rollout.client import Limits, RolloutClient
-from functional.runtime.rollout.completion import Completion, Sampling
+from functional.runtime.rollout.completion import NO_TOP_K, Completion, Sampling
 from functional.runtime.rollout.gate import AdmissionGate
 from functional.runtime.rollout.generation import AskedType, Completer, FoundType, generate
 from functional.runtime.rollout.pool import HttpPool
@@ -230,6 +231,8 @@ class Session:
         sampling = Sampling(
             generation.max_new_tokens,
             generation.temperature,
+            generation.top_p,
+            generation.top_k or NO_TOP_K,
             stop_token_ids=tuple(generation.stop_token_ids or ()),
             stop_strings=merge_stop_strings(generation.stop_strings),
         )
@@ -262,6 +265,7 @@ class Session:
                 attempts=generation.dynamo_cfg.update_attempts,
                 replace=replace_lost,
                 ranks_per_worker=recipe.devices_per_engine,
+                has_prefix_cache=recipe.has_prefix_cache,
                 on_step=lambda version, name: self.event(f"refit {version}: {name}"),
                 on_transition=self._note_transition,
             )
@@ -300,7 +304,8 @@ class Session:
         recipe = self.recipe
         if recipe.data.dataset_name == TOOL_DATA:
             return ToolTask(load_template(recipe, model_dir), recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
-        return make_task(recipe.data.dataset_name, self.tokenizer, recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
+        data, grpo = recipe.data, recipe.grpo
+        return make_task(data.dataset_name, self.tokenizer, grpo.num_prompts_per_step, grpo.seed, data.keys)
 
     def _train(self, parts: Parts) -> None:
         steps, fleet = self.recipe.grpo.max_num_steps, parts.fleet
@@ -313,7 +318,8 @@ class Session:
             checks.check_stale_refused(self.checks, step, parts.refit)
             self._refit(parts, step)
         checks.check_post_update(self.checks, self._last_completions(parts, steps + 1), str(parts.refit.version))
-        self._check_overlap(parts)
+        if self.recipe.has_prefix_cache:
+            self._check_overlap(parts)
         checks.check_routing(self.checks, fleet, parts.records.instance_ids)
         fleet.check_membership()
         parts.telemetry.poll()
@@ -342,7 +348,7 @@ class Session:
         metrics = watched(parts.fleet, parts.trainer.train.remote(batch.samples(), step))
         self.report.steps.append(as_step(step, batch, metrics))
         self._agreement.append({"step": step, **watched(parts.fleet, parts.trainer.agreement.remote(PAIRS))})
-        parts.telemetry.write({f"train/{name}": value for name, value in metrics.items()}, step)
+        parts.telemetry.write(scalars(batch, metrics), step)
         checks.check_step(self.checks, step, batch, metrics, self.recipe.checks)
         self.say(f"step {step}: reward {batch.mean_reward:.3f}, " + checks.describe_step(metrics))
 
@@ -495,6 +501,35 @@ def watched(fleet: Fleet, reference: Any) -> Any:
     except RayError as error:
         cause = getattr(error, "cause", None) or error
         raise RunError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:400]}") from error
+
+
+ALSO_CALLED = {
+    "ratio": "probs_ratio",
+    "generation_kl": "gen_kl_error",
+    "kl_reference": "kl_penalty",
+    "importance_weight": "sampling_importance_ratio",
+    "importance_capped_fraction": "is_oob_ratio",
+    "tokens": "global_valid_toks",
+}
+"""Ours, and NeMo RL's name for the same figure; loss, grad_norm, lr and token_mult_prob_error have one name."""
+
+
+def scalars(batch: RolloutBatch, metrics: dict[str, float]) -> dict[str, float]:
+    """A step's figures under `train/`, by our names and by NeMo RL's."""
+    lengths = [len(completion.token_ids) for completion in batch.completions]
+    advantages = [advantage for advantage in batch.advantages if advantage is not None]
+    named = {
+        **metrics,
+        **{theirs: metrics[ours] for ours, theirs in ALSO_CALLED.items()},
+        "reward": batch.mean_reward,
+        "advantages/mean": statistics.fmean(advantages),
+        "advantages/max": max(advantages),
+        "advantages/min": min(advantages),
+        "mean_prompt_length": statistics.fmean(len(c.prompt_token_ids) for c in batch.completions),
+        "mean_gen_tokens_per_sample": statistics.fmean(lengths),
+        "truncation_rate": batch.truncated / len(lengths),
+    }
+    return {f"train/{name}": value for name, value in named.items()}
 
 
 def as_step(step: int, batch: RolloutBatch, metrics: dict[str, float]) -> Step:

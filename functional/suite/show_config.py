@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from functional.runtime.errors import ConfigError
 from functional.runtime.fleet.programs import find_programs
 from functional.runtime.recipe.argv import WorkerPlace, frontend_arguments, worker_arguments
 from functional.runtime.recipe.load import RecipeError
-from functional.runtime.recipe.options import GENERATION, shown_options
+from functional.runtime.recipe.model import Recipe
+from functional.runtime.recipe.options import GENERATION, VLLM_CFG, VLLM_KWARGS, OptionClass, shown_options
 from functional.runtime.recipe.parser_check import EngineCheck
 from functional.runtime.recipe.placement import plan_nodes, possible_layouts
 from functional.runtime.recipe.redact import redacted
-from functional.runtime.recipe.rules import TOOL_DATA, find_warnings
+from functional.runtime.recipe.rules import TOOL_DATA, find_warnings, outcome_of_extra
 from functional.runtime.recipe.seeds import engine_seed
 from functional.suite.models import known_config
 from functional.suite.preflight import Prepared, prepare
@@ -56,6 +58,7 @@ def describe(prepared: Prepared, ask_engine: bool) -> dict[str, Any]:
         "valid": True,
         "warnings": find_warnings(recipe),
         "options": shown_options(recipe.options),
+        "keys": shown_keys(recipe),
         "worker_argv": redacted(worker),
         "frontend_argv": redacted(frontend),
         "engine_parser": "accepted" if ask_engine else "not asked",
@@ -67,6 +70,30 @@ def describe(prepared: Prepared, ask_engine: bool) -> dict[str, Any]:
         "data": asdict(prepared.data),
         "recipe": recipe.shown(),
     }
+
+
+def shown_keys(recipe: Recipe) -> list[dict[str, Any]]:
+    """Every key beside the engine's options and what became of it, as plain data without secrets."""
+    open_keys = {f"{GENERATION}.{key}" for key in recipe.policy.generation.model_extra or {}}
+    open_keys |= {f"loss_fn.{key}" for key in recipe.loss_fn.model_extra or {}}
+    used = []
+    for path, value in _leaves(recipe.shown(), ""):
+        is_open = any(path == key or path.startswith(f"{key}.") for key in open_keys)
+        kind, outcome = (OptionClass.INAPPLICABLE, outcome_of_extra(path)) if is_open else (OptionClass.USED, "")
+        used.append({"path": path, "value": value, "kind": str(kind), "outcome": outcome})
+    named = [asdict(key) | {"value": redacted(key.value, key.path.rpartition(".")[2])} for key in recipe.keys]
+    return sorted(used + [key | {"kind": str(key["kind"])} for key in named], key=lambda key: str(key["path"]))
+
+
+def _leaves(section: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        path = f"{where}{name}"
+        if path in (VLLM_CFG, VLLM_KWARGS):  # the engine's options
+            continue
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
 
 
 def _problems(error: ConfigError) -> list[dict[str, str]]:
@@ -82,12 +109,12 @@ def _as_text(shown: dict[str, Any]) -> str:
         (option["path"].removeprefix(GENERATION + "."), _short(option["value"]), option["kind"], option["outcome"])
         for option in shown["options"]
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    table = "\n".join("  ".join([*(row[c].ljust(widths[c]) for c in range(3)), row[3]]) for row in rows)
     data = shown["data"]
     lines = [
         f"{GENERATION}:",
-        table,
+        _aligned(rows),
+        "",
+        _aligned((k["path"], _short(k["value"]), k["kind"], k["outcome"]) for k in shown["keys"] if k["outcome"]),
         "",
         f"dynamo.vllm      {shlex.join(shown['worker_argv'])}",
         f"dynamo.frontend  {shlex.join(shown['frontend_argv'])}",
@@ -101,6 +128,13 @@ def _as_text(shown: dict[str, Any]) -> str:
         OmegaConf.to_yaml(OmegaConf.create(shown["recipe"])),
     ]
     return "\n".join(lines)
+
+
+def _aligned(rows: Iterable[tuple[str, ...]]) -> str:
+    """Rows of four words as lines, in columns."""
+    rows = list(rows)
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    return "\n".join("  ".join([*(row[c].ljust(widths[c]) for c in range(3)), row[3]]) for row in rows)
 
 
 def _tokens(data: dict[str, Any]) -> str:

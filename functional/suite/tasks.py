@@ -12,6 +12,9 @@ from typing import Any, Protocol
 
 from functional.runtime.recipe.paths import find_file_problem
 
+KEYS = ("prompt", "answer")
+"""What holds a question in a line of a file, unless the recipe names other keys."""
+
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that tasks use."""
@@ -58,15 +61,16 @@ def arithmetic() -> list[Question]:
     return sums + differences
 
 
-def read_questions(path: Path) -> list[Question]:
-    """Questions of a JSON Lines file of {"prompt": str, "answer": str}: UTF-8, a byte order mark in front tolerated.
+def read_questions(path: Path, keys: tuple[str, str] = KEYS) -> list[Question]:
+    """Questions of a JSON Lines file of {"prompt": str, "answer": str}, or of other keys: UTF-8, a byte order mark in
+    front tolerated.
 
     Raises ValueError naming the bad line.
     """
     questions = [
         Question(prompt, answer, f"{path}:{number}")
         for number, line in numbered_lines(path)
-        for prompt, answer in [read_question(line, f"{path}:{number}")]
+        for prompt, answer in [read_question(line, f"{path}:{number}", keys)]
     ]
     if not questions:
         raise ValueError(f"{path}: no questions in it")
@@ -84,7 +88,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def read_question(line: bytes, place: str) -> tuple[str, str]:
+def read_question(line: bytes, place: str, keys: tuple[str, str] = KEYS) -> tuple[str, str]:
     """(prompt, answer). Raises ValueError that begins with `place`."""
     try:
         row = json.loads(line.decode("utf-8"), object_pairs_hook=refuse_repeated_keys)
@@ -97,17 +101,19 @@ def read_question(line: bytes, place: str) -> tuple[str, str]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not JSON that can be read: {error}") from None
     if not isinstance(row, dict):
-        raise ValueError(f'{place}: want {{"prompt": "…", "answer": "…"}}, found {type(row).__name__}')
-    for key in ("prompt", "answer"):
+        wanted = ", ".join(f'"{key}": "…"' for key in keys)
+        raise ValueError(f"{place}: want {{{wanted}}}, found {type(row).__name__}")
+    for key in keys:
         if key not in row:
             raise ValueError(f"{place}: the {key} is missing")
         if not isinstance(row[key], str):
             raise ValueError(f"{place}: the {key} must be a string, found {json.dumps(row[key])[:60]}")
         if any("\ud800" <= character <= "\udfff" for character in row[key]):
             raise ValueError(f"{place}: the {key} holds half of a surrogate pair, which is no text")
-    if not row["prompt"]:
-        raise ValueError(f"{place}: the prompt is empty")
-    return row["prompt"], row["answer"].strip()
+    prompt, answer = (row[key] for key in keys)
+    if not prompt:
+        raise ValueError(f"{place}: the {keys[0]} is empty")
+    return prompt, answer.strip()
 
 
 class RepeatedKeyError(Exception):
@@ -181,7 +187,7 @@ def token_set_prompt(number: int) -> str:
     return f"Write anything you like about the number {number}."
 
 
-def make_task(name: str, tokenizer: Any, num_prompts: int, seed: int) -> Task:
+def make_task(name: str, tokenizer: Any, num_prompts: int, seed: int, keys: tuple[str, str] = KEYS) -> Task:
     """The task called "arithmetic" or "token_set", or the questions of the local .jsonl file at that path.
 
     num_prompts: prompts a step. Raises ValueError for another name, a broken file, or more prompts than questions.
@@ -194,7 +200,7 @@ def make_task(name: str, tokenizer: Any, num_prompts: int, seed: int) -> Task:
         raise ValueError(f"unknown task {name!r}: want arithmetic, token_set or the path of a .jsonl file")
     if problem := find_file_problem(name):
         raise ValueError(f"{name}: {problem}")
-    return QuestionTask(tokenizer, read_questions(Path(name)), num_prompts, seed)
+    return QuestionTask(tokenizer, read_questions(Path(name), keys), num_prompts, seed)
 
 
 def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import ProbeScore
 from functional.runtime.rollout.completion import Completion
 from functional.suite.host_copy import HostCopy
-from functional.suite.policy import Policy, Sample, collate
+from functional.suite.policy import WHOLE, Policy, Sample, collate
+from functional.suite.sampling_filter import SamplingFilter
 from functional.suite.send_faults import FaultyWeights, SendFault
 
 NUDGE = 0.15
@@ -43,11 +44,11 @@ class Trainer:
         self._policy = Policy(
             model_dir,
             recipe.cluster.device,
-            lr=policy.optimizer.lr,
-            optimizer=policy.optimizer.name,
-            weight_decay=policy.optimizer.weight_decay,
+            optimizer=policy.optimizer,
+            scheduler=policy.scheduler,
             max_grad_norm=policy.max_grad_norm,
             temperature=generation.temperature,
+            kept=WHOLE if recipe.faults.score_unfiltered else SamplingFilter(generation.top_k, generation.top_p),
             micro_batch_size=policy.micro_batch_size,
             keep_reference=recipe.loss_fn.reference_policy_kl_penalty > 0,
             seed=recipe.grpo.seed,
@@ -109,6 +110,7 @@ class Trainer:
         """Undo the last step. Raises RefitError unless the copy on the host is of `version`."""
         if self._kept != version:
             raise RefitError(f"no snapshot of policy version {version}")
+        self._policy.steps -= 1
         self._policy.restore(self._copy.tensors)
         self._become(version)
 
@@ -207,9 +209,9 @@ class Trainer:
             return self._logprobs(self._policy, samples)
 
     def _logprobs(self, policy: Policy, samples: list[Sample]) -> list[float]:
-        """Of every completion token, sample after sample."""
+        """Of every token of a probe's completions, sample after sample: probes sample the whole distribution."""
         batch = collate(samples)
-        scored: list[float] = policy.logprobs(batch)[batch.mask].tolist()
+        scored: list[float] = policy.logprobs(batch, WHOLE)[batch.mask].tolist()
         return scored
 
 

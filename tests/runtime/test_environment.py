@@ -172,7 +172,7 @@ def test_a_workers_variables_on_each_device():
         "DYN_TCP_RPC_PORT": "20001",
         "DYN_TCP_RESPONSE_STREAM_PORT": "20002",
         "DYN_SYSTEM_PORT": "20003",
-        "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": "75",
+        "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": "615",
         "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
         "VLLM_PORT": "20004",
         "VLLM_HOST_IP": "127.0.0.1",

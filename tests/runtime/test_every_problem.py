@@ -16,12 +16,12 @@ from functional.runtime.recipe.model import Recipe
 FAULTY = """
 policy:
   model_name: {model}
-  optimizer: {{lr: 0.1, momentum: 0.9}}
+  optimizer: {{lr: 0.1, momentun: 0.9}}
   generation:
     backend: dynamo
     temperature: 2.5
-    top_p: 0.95
-    top_k: 50
+    top_p: 1.95
+    top_k: 0
     dynamo_cfg:
       engine: vllm
       metrics_interval_s: 5
@@ -53,7 +53,7 @@ data: {{dataset_name: {data}}}
 G = "policy.generation"
 EXPECTED = {
     "policy.model_name": "architecture MixtralForCausalLM was never trained and proved",
-    "policy.optimizer.momentum": "unknown key",
+    "policy.optimizer.momentun": "unknown key",
     f"{G}.temperature": "from 0.01 to 2",
     f"{G}.top_p": "whole distribution",
     f"{G}.top_k": "whole distribution",

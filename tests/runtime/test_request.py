@@ -12,7 +12,7 @@ def test_stops_are_sent():
 
 def test_nothing_is_left_for_anybodys_defaults_to_fill_in():
     body = request_body("m", (5, 6), Sampling(8, temperature=0.7), None)
-    assert {name: body[name] for name in (*NEUTRAL, "temperature", "max_tokens", "n")} == {
+    assert {name: body[name] for name in (*NEUTRAL, "top_p", "top_k", "temperature", "max_tokens", "n")} == {
         "top_p": 1.0,
         "top_k": -1,
         "min_p": 0.0,
@@ -25,3 +25,8 @@ def test_nothing_is_left_for_anybodys_defaults_to_fill_in():
         "n": 1,
     }
     assert "seed" not in body, "a seed of the request's own would make equal prompts give equal samples"
+
+
+def test_top_p_and_top_k_are_the_samplings():
+    body = request_body("m", (5, 6), Sampling(8, top_p=0.9, top_k=50), None)
+    assert (body["top_p"], body["top_k"]) == (0.9, 50)

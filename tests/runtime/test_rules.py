@@ -44,7 +44,6 @@ REFUSED = [
     ("G.vllm_kwargs.data_parallel_rank=1", "G.vllm_kwargs.data_parallel_rank", "managed"),
     ("G.vllm_kwargs.nnodes=2", "G.vllm_kwargs.nnodes", "one node"),
     ("G.colocated.enabled=true", "G.colocated.enabled", "never colocated"),
-    ("G.colocated.resources.gpus_per_node=null", "G.colocated.resources.gpus_per_node", "integer"),
     ("G.colocated.resources.gpus_per_node=8", "cluster.gpus_per_node", "need 9"),
     ("cluster.share_gpu=true", "cluster.share_gpu", "is for cluster.device=cuda"),
     # what the managed runtime does not have
@@ -54,14 +53,13 @@ REFUSED = [
     ("G.vllm_kwargs.spec_model=draft", "G.vllm_kwargs.spec_model", "speculative"),
     ("G.sglang_cfg={tp_size: 1}", "G.sglang_cfg", "another engine"),
     ("G.trtllm_cfg={tp: 1}", "G.trtllm_cfg", "another engine"),
-    ("G.mcore_generation_config={max_tokens: 1}", "G.mcore_generation_config", "another engine"),
     ("G.refit_transport=nixl", "G.refit_transport", "collective"),
     ("G.backend=vllm", "G.backend", "dynamo"),
     ("G.dynamo_cfg.engine=sglang", "G.dynamo_cfg.engine", "vllm"),
     ("G.vllm_kwargs.kv_transfer_config={kv_connector: x}", "G.vllm_kwargs.kv_transfer_config", "aggregated"),
     # sampling
-    ("G.top_p=0.95", "G.top_p", "whole distribution"),
-    ("G.top_k=50", "G.top_k", "whole distribution"),
+    ("G.top_p=0", "G.top_p", "above 0"),
+    ("G.top_k=0", "G.top_k", "from 1"),
     ("G.temperature=0", "G.temperature", "from 0.01 to 2"),
     ("G.temperature=0.009", "G.temperature", "from 0.01 to 2"),
     ("G.temperature=2.01", "G.temperature", "from 0.01 to 2"),
@@ -118,11 +116,10 @@ REFUSED = [
     ("loss_fn.use_cispo=true", "loss_fn.use_cispo", "remove it, or set false"),
     ("loss_fn.sequence_level_importance_ratios=true", "loss_fn.sequence_level_importance_ratios", "does not do"),
     ("loss_fn.disable_ppo_ratio=true", "loss_fn.disable_ppo_ratio", "does not do"),
-    ("loss_fn.force_on_policy_ratio=1", "loss_fn.force_on_policy_ratio", "does not do"),
     ("loss_fn.use_kl_in_reward=true", "loss_fn.use_kl_in_reward", "does not do"),
     ("loss_fn.use_on_policy_kl_approximation=true", "loss_fn.use_on_policy_kl_approximation", "does not do"),
-    ("loss_fn.reference_policy_kl_type=k1", "loss_fn.reference_policy_kl_type", "set k3"),
-    ("loss_fn.kl_input_clamp_value=20", "loss_fn.kl_input_clamp_value", "set null"),
+    ("loss_fn.reference_policy_kl_type=k4", "loss_fn.reference_policy_kl_type", "k3"),
+    ("loss_fn.kl_input_clamp_value=-1", "loss_fn.kl_input_clamp_value", "greater than 0"),
     ("loss_fn.ratio_clip_mim=0.2", "loss_fn.ratio_clip_mim", "nearest known key is ratio_clip_min"),
     ("loss_fn.ratio_clip_min=.inf", "loss_fn.ratio_clip_min", "finite"),
     ("policy.optimizer.lr=.inf", "policy.optimizer.lr", "finite"),
@@ -169,7 +166,6 @@ REFUSED = [
     ("G.vllm_kwargs.distributed_executor_backend=ray", "G.vllm_kwargs.distributed_executor_backend", "managed"),
     ("G.vllm_kwargs.namespace=mine", "G.vllm_kwargs.namespace", "managed"),
     ("G.vllm_kwargs.enable_rl=false", "G.vllm_kwargs.enable_rl", "managed"),
-    ("G.vllm_cfg.enable_prefix_caching=false", "G.vllm_cfg.enable_prefix_caching", "prefix caching stays on"),
     # engine options of the wrong type
     ("G.vllm_kwargs.async_scheduling=5", "G.vllm_kwargs.async_scheduling", "true or false"),
     ("G.vllm_kwargs.max_num_seqs=0", "G.vllm_kwargs.max_num_seqs", "greater than"),
@@ -190,7 +186,7 @@ REFUSED = [
     (f"{W}.extra_cli_args=[--namespace=x]", f"{W}.extra_cli_args", "managed"),
     (f"{W}.extra_cli_args=[--worker-extension-cls,a.B]", f"{W}.extra_cli_args", "managed"),
     (f"{W}.extra_cli_args=[--kv-events-config.publisher,'null']", f"{W}.extra_cli_args", "managed"),
-    (f"{W}.extra_cli_args=[--no-enable-prefix-caching]", f"{W}.extra_cli_args", "managed"),
+    (f"{W}.extra_cli_args=[--no-enable-prefix-caching]", f"{W}.extra_cli_args", "set it by"),
     (f"{W}.extra_cli_args=[--quantization,fp8]", f"{W}.extra_cli_args", "unsupported"),
     (f"{W}.extra_cli_args=[--speculative-config.method,ngram]", f"{W}.extra_cli_args", "unsupported"),
     (f"{W}.extra_cli_args=[--dyn-tool-call-parser,hermes]", f"{W}.extra_cli_args", "worker_args.tool_call_parser"),
@@ -207,7 +203,12 @@ REFUSED = [
     (f"{W}.extra_cli_args=[--config=flags.yaml]", f"{W}.extra_cli_args", "escape"),
     (f"{W}.extra_cli_args=[--max-logprobz,'1']", f"{W}.extra_cli_args", "nearest is --max-logprobs"),
     (f"{W}.extra_cli_args=--max-logprobs", f"{W}.extra_cli_args", "list"),
-    (f"{W}.endpoint_types=[chat]", f"{W}.endpoint_types", "add completions"),
+    (f"{W}.endpoint_types=[chat, chat]", f"{W}.endpoint_types", "names one twice"),
+    (f"{W}.endpoint_types=[]", f"{W}.endpoint_types", "at least 1"),
+    ("G.vllm_cfg.load_format=gguf", "G.vllm_cfg.load_format", "quantization"),
+    ("G.vllm_cfg.load_format=quick", "G.vllm_cfg.load_format", "vLLM 0.23.0 has"),
+    ("policy.scheduler={stages: []}", "policy.scheduler.stages", "at least"),
+    ("grpo={advantage_clip_low: 2, advantage_clip_high: 1}", "grpo.advantage_clip_low", "above"),
     (f"{W}.custom_jinja_template=/nowhere.jinja", f"{W}.custom_jinja_template", "no such file"),
     (f"{W}.tool_parser=hermes", f"{W}.tool_parser", "nearest known key is tool_call_parser"),
     # the frontend's
@@ -239,10 +240,17 @@ REFUSED = [
     ("G.dynamo_cfg.startup_timeout=3", "G.dynamo_cfg.startup_timeout", "startup_timeout_s"),
     ("G.dynamo_cfg.max_inflight_requests=0", "G.dynamo_cfg.max_inflight_requests", "greater than or equal to 1"),
     ("G.dynamo_cfg.startup_timeout_s=0", "G.dynamo_cfg.startup_timeout_s", "greater than 0"),
-    ("G.dynamo_cfg.metrics_include_prefixes=[a]", "G.dynamo_cfg.metrics_include_prefixes", "metrics_worker_prefixes"),
 ]
 
 ACCEPTED = [
+    "G.colocated.resources.gpus_per_node=null",
+    "G.vllm_cfg.precision=bf16 G.vllm_cfg.env_vars=null G.vllm_cfg.load_format=safetensors",
+    "G.vllm_kwargs.enable_prefix_caching=true",
+    "G.top_p=0.95 G.top_k=50",
+    "G.top_k=-1",
+    "G.dynamo_cfg.metrics_include_prefixes=[a] G.dynamo_cfg.metrics_exclude_prefixes=[b]",
+    "G.mcore_generation_config={max_tokens: 1} G.max_new_tokens=128",
+    "loss_fn.force_on_policy_ratio=true loss_fn.reference_policy_kl_type=k1 loss_fn.kl_input_clamp_value=20",
     "G.temperature=2",
     "G.temperature=0.01",
     "G.min_p=0 G.repetition_penalty=1.0 G.presence_penalty=0.0 G.logit_bias=null G.seed=null",
@@ -294,6 +302,20 @@ def test_refused(load, overrides, key, message):
 
 def test_the_table_is_long_enough():
     assert len({overrides for overrides, _, _ in REFUSED}) == len(REFUSED) >= 60
+
+
+CAUTIONED = [
+    ("G.vllm_kwargs.enable_prefix_caching=false", "that check is skipped"),
+    ("G.vllm_cfg.enable_prefix_caching=false", "that check is skipped"),
+    (f"{W}.endpoint_types=[chat]", "it is served too"),
+    ("grpo.async_grpo.enabled=true", "the loop is synchronous"),
+]
+
+
+@pytest.mark.parametrize(("override", "words"), CAUTIONED)
+def test_accepted_with_a_word_of_what_it_means_here(load, override, words):
+    (warning,) = find_warnings(load(override))
+    assert words in warning
 
 
 @pytest.mark.parametrize("overrides", ACCEPTED)

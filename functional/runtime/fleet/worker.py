@@ -10,7 +10,7 @@ from functional.runtime.fleet.control import WorkerControl
 from functional.runtime.fleet.ports import PortRange
 from functional.runtime.fleet.process import ManagedProcess
 from functional.runtime.fleet.settings import FleetSettings
-from functional.runtime.recipe.argv import WorkerPlace, worker_arguments
+from functional.runtime.recipe.argv import WorkerPlace, worker_arguments, write_template
 from functional.runtime.recipe.environment import LOOPBACK, WorkerSite, program_environment, worker_variables
 from functional.runtime.recipe.seeds import engine_seed
 
@@ -86,6 +86,7 @@ class WorkerProcess:
         seed = engine_seed(settings.recipe.grpo.seed, self._index, self._launched)
         self._launched += 1
         place = WorkerPlace(settings.model_dir, settings.namespace, self.folder / "kv", seed)
+        write_template(settings.generation.dynamo_cfg.worker_args, place)
         command = [str(settings.programs.dynamo_python), "-m", "dynamo.vllm"]
         command += worker_arguments(settings.recipe, place)
         own, env_vars = worker_variables(site), settings.generation.vllm_cfg.env_vars

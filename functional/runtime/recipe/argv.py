@@ -35,6 +35,11 @@ class WorkerPlace:
     events: Path
     seed: int
 
+    @property
+    def template(self) -> Path:
+        """A file beside the socket, for a chat template that stands in the recipe."""
+        return self.events.with_name("chat_template.jinja")
+
 
 def worker_arguments(recipe: Recipe, place: WorkerPlace) -> list[str]:
     """`dynamo.vllm`'s command line behind the module's name."""
@@ -42,7 +47,19 @@ def worker_arguments(recipe: Recipe, place: WorkerPlace) -> list[str]:
     flags = _managed_flags(recipe.transport.backend, recipe.policy.model_name, place)
     managed = [word for flag, value in flags.items() for word in (flag, value)]
     options = [word for option in recipe.options for word in option.flags]
-    return ["--enable-rl", *managed, *options, *_own_flags(arguments), *arguments.extra_cli_args]
+    own = _own_flags(arguments, place.template)
+    return ["--enable-rl", *managed, *options, *own, *arguments.extra_cli_args]
+
+
+def write_template(arguments: WorkerArgs, place: WorkerPlace) -> None:
+    """The file that an inline chat template is given to the worker as; nothing where there is none."""
+    if is_inline(arguments.custom_jinja_template):
+        place.template.write_text(arguments.custom_jinja_template or "", encoding="utf-8")
+
+
+def is_inline(template: str | None) -> bool:
+    """Whether a chat template is given itself, and not the path of its file: no path has Jinja's braces."""
+    return template is not None and any(mark in template for mark in ("{{", "{%", "{#", "\n"))
 
 
 def _managed_flags(transfer_backend: str, served: str, place: WorkerPlace) -> dict[str, str]:
@@ -63,12 +80,14 @@ def _managed_flags(transfer_backend: str, served: str, place: WorkerPlace) -> di
     }
 
 
-def _own_flags(arguments: WorkerArgs) -> list[str]:
-    flags = ["--endpoint-types", ",".join(arguments.endpoint_types)]
+def _own_flags(arguments: WorkerArgs, inline: Path) -> list[str]:
+    """inline: where a chat template is that the recipe gives itself."""
+    template = arguments.custom_jinja_template
+    flags = ["--endpoint-types", ",".join(arguments.served_endpoints)]
     for flag, value in (
         ("--dyn-tool-call-parser", arguments.tool_call_parser),
         ("--dyn-reasoning-parser", arguments.reasoning_parser),
-        ("--custom-jinja-template", arguments.custom_jinja_template),
+        ("--custom-jinja-template", str(inline) if is_inline(template) else template),
     ):
         if value is not None:
             flags += [flag, value]
@@ -88,7 +107,7 @@ def worker_flag_owners(recipe: Recipe) -> dict[str, str]:
             if word.startswith("--"):
                 name = word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
                 owners.setdefault(name, option.path)
-    for word in _own_flags(recipe.policy.generation.dynamo_cfg.worker_args):
+    for word in _own_flags(recipe.policy.generation.dynamo_cfg.worker_args, Path()):
         if word.startswith("--"):
             owners.setdefault(word[2:].removeprefix("no-").replace("-", "_"), WORKER_ARGS)
     return owners

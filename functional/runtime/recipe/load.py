@@ -1,11 +1,12 @@
 """From a file to a recipe: YAML with the guide's keys, `defaults:` parents and `key=value` overrides, then the rules.
 
-Everything that is wrong with the keys is said at once, each with its key path and value.
+NeMo RL's recipes are read as they are: their keys, their resolvers (`${mul:2,3}`), `_override_`, and Hydra's `+` and
+`++` before an override. Everything that is wrong with the keys is said at once, each with its key path and value.
 """
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from functional.runtime.errors import ConfigError
+from functional.runtime.recipe.foreign_keys import Recast, known_below
 from functional.runtime.recipe.model import Recipe, Section
 from functional.runtime.recipe.options import nearest_key
 from functional.runtime.recipe.rules import RULES, Problem, Rule, find_problems
@@ -22,17 +24,25 @@ from functional.runtime.recipe.rules import RULES, Problem, Rule, find_problems
 GENERATION_HINTS = {
     "backend": "the managed runtime is dynamo",
     "dynamo_cfg.engine": "the managed engine is vllm",
-    "dynamo_cfg.metrics_include_prefixes": "set metrics_worker_prefixes and metrics_frontend_prefixes instead",
-    "dynamo_cfg.metrics_exclude_prefixes": "set metrics_worker_prefixes and metrics_frontend_prefixes instead",
     "vllm_cfg.precision": "generation runs in bfloat16 only",
     "vllm_cfg.kv_cache_dtype": "the cache has the model's precision, set auto",
     "temperature": "must be from 0.01 to 2: Dynamo's API takes none above, and vLLM raises lower ones to 0.01 unseen",
-    "top_p": "must be 1.0: the trainer scores the whole distribution",
-    "top_k": "must be null: the trainer scores the whole distribution",
+    "top_p": "must be above 0 and at most 1, which cuts nothing",
+    "top_k": "must be a whole number from 1, or null, which cuts nothing",
 }
 HINTS = {f"policy.generation.{key}": hint for key, hint in GENERATION_HINTS.items()}
 """Said instead of pydantic's words, by key path."""
 
+
+RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "max": lambda a, b: max(a, b),
+}
+"""NeMo RL's, beside OmegaConf's own."""
+WHOLE = "_override_"
+"""A section that has it true takes the place of its parents' whole, and is not merged with it."""
 
 MISSING = "???"
 """OmegaConf's mark for a value that must still be given."""
@@ -52,6 +62,7 @@ def load_recipe(path: Path, overrides: list[str] | None = None, rules: Sequence[
     Raises ConfigError, one line, naming file, key path and value; RecipeError, with every problem of keys and rules,
     when keys are the cause.
     """
+    _register_resolvers()
     merged = _read_with_parents(path, ())
     for override in overrides or ():
         merged = _merge(merged, _read_override(override))
@@ -59,14 +70,24 @@ def load_recipe(path: Path, overrides: list[str] | None = None, rules: Sequence[
         plain, unresolved = _resolve(OmegaConf.create(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
-    recipe, problems = _read(plain, unresolved)
+    recast = Recast(plain)
+    recipe, problems = _read(recast.rest, [problem for problem in unresolved if not recast.is_aside(problem.key)])
+    named = {problem.key for problem in problems}
+    problems += [problem for problem in recast.problems if problem.key not in named]
     problems += find_problems(recipe, rules)
     if problems:
         raise RecipeError(path, problems)
-    return recipe
+    return recipe.with_keys(recast.keys)
+
+
+def _register_resolvers() -> None:
+    for name, resolve in RESOLVERS.items():
+        if not OmegaConf.has_resolver(name):
+            OmegaConf.register_resolver(name, resolve)
 
 
 def _read_override(override: str) -> Any:
+    override = override.lstrip("+")
     key, equals, _ = override.partition("=")
     if not equals:
         raise ConfigError(f"override {override!r}: expected key=value, for example grpo.max_num_steps=3")
@@ -191,6 +212,7 @@ def _known_keys(where: list[str]) -> Iterator[str]:
         if model is None:
             return
     yield from model.model_fields
+    yield from known_below(".".join(where))
 
 
 def _section_of(field: FieldInfo | None) -> Any:
@@ -237,6 +259,8 @@ def _merge(earlier: Any, later: Any) -> Any:
     """Sections key by key; anything else `later` replaces, whatever it was, and what it may be is judged afterwards."""
     if not (isinstance(earlier, dict) and isinstance(later, dict)):
         return later
+    if later.get(WHOLE):
+        return {key: value for key, value in later.items() if key != WHOLE}
     return earlier | {key: _merge(earlier[key], value) if key in earlier else value for key, value in later.items()}
 
 

@@ -3,10 +3,12 @@
 What keys may hold together is in `rules`; how a file becomes a recipe is in `load`.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from functional.engine.transports import TRANSPORTS, ProofKind, Transport
@@ -55,6 +57,22 @@ class OpenSection(Section):
         return declared | (self.model_extra or {})
 
 
+def _full_name(value: Any) -> Any:
+    return "bfloat16" if isinstance(value, str) and value.lower() in ("bf16", "bfloat16") else value
+
+
+def _nothing_is_empty(value: Any) -> Any:
+    return {} if value is None else value
+
+
+def _all_is_null(value: Any) -> Any:
+    return None if value == -1 else value
+
+
+def _device_here() -> Literal["cpu", "cuda"]:
+    return "cuda" if Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists() else "cpu"
+
+
 class WorkerArgs(Section):
     """`dynamo_cfg.worker_args`: flags of `dynamo.vllm` itself. `extra_cli_args` go behind all others."""
 
@@ -65,8 +83,13 @@ class WorkerArgs(Section):
     structural_tag_scope: Literal["auto", "always"] = "auto"
     structural_tag_schema: Literal["auto", "strict"] = "auto"
     custom_jinja_template: str | None = None
-    endpoint_types: list[Literal["chat", "completions"]] = ["chat", "completions"]
+    endpoint_types: list[Literal["chat", "completions"]] = Field(["chat", "completions"], min_length=1)
     extra_cli_args: list[str] = []
+
+    @property
+    def served_endpoints(self) -> list[str]:
+        """endpoint_types, and completions, which rollouts and probes use."""
+        return list(dict.fromkeys([*self.endpoint_types, "completions"]))
 
 
 class FrontendArgs(Section):
@@ -83,15 +106,17 @@ class FrontendArgs(Section):
 class DynamoConfig(Section):
     """`policy.generation.dynamo_cfg`: the managed Dynamo runtime. Times in seconds.
 
+    metrics_include_prefixes: NeMo RL's name for prefixes of workers and frontend alike; null leaves each their own.
+    metrics_exclude_prefixes: of names that are left out all the same.
     proof: what weights are proved by; null is sha256 on cpu and nh on cuda (docs/refit.md).
     max_inflight_requests: rollouts under way at a time; null for all that there are. chat_host, chat_port: where the
     chat server listens, with `vllm_cfg.expose_http_server`; port 0 for one that is free.
     """
 
     engine: Literal["vllm"] = "vllm"
-    startup_timeout_s: float = Field(300, gt=0)
-    request_timeout_s: float = Field(60, gt=0)
-    control_timeout_s: float = Field(60, gt=0)
+    startup_timeout_s: float = Field(600, gt=0)
+    request_timeout_s: float = Field(900, gt=0)
+    control_timeout_s: float = Field(600, gt=0)
     update_attempts: int = Field(3, ge=1)
     proof: ProofKind | None = None
     max_inflight_requests: int | None = Field(None, ge=1)
@@ -100,10 +125,22 @@ class DynamoConfig(Section):
     metrics_interval_s: float = Field(5, gt=0)
     metrics_worker_prefixes: list[str] = ["vllm:", "dynamo_component_"]
     metrics_frontend_prefixes: list[str] = ["dynamo_frontend_", "dynamo_component_router_"]
-    metrics_include_prefixes: None = None
-    metrics_exclude_prefixes: None = None
+    metrics_include_prefixes: list[str] | None = None
+    metrics_exclude_prefixes: list[str] | None = None
     worker_args: WorkerArgs = WorkerArgs()
     frontend_args: FrontendArgs = FrontendArgs()
+
+    @property
+    def read_of_workers(self) -> list[str]:
+        """Prefixes of the worker metrics that are kept."""
+        given = self.metrics_include_prefixes
+        return self.metrics_worker_prefixes if given is None else given
+
+    @property
+    def read_of_frontend(self) -> list[str]:
+        """Prefixes of the frontend metrics that are kept."""
+        given = self.metrics_include_prefixes
+        return self.metrics_frontend_prefixes if given is None else given
 
 
 class VllmConfig(OpenSection):
@@ -116,16 +153,16 @@ class VllmConfig(OpenSection):
     tensor_parallel_size: int = Field(1, ge=1)
     pipeline_parallel_size: int = Field(1, ge=1)
     expert_parallel_size: int = Field(1, ge=1)
-    precision: Literal["bfloat16"] = "bfloat16"
+    precision: Annotated[Literal["bfloat16"], BeforeValidator(_full_name)] = "bfloat16"
     kv_cache_dtype: Literal["auto"] = "auto"
     max_model_len: int = Field(512, ge=2)
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
-    load_format: Literal["auto", "dummy"] = "dummy"
+    load_format: str = "dummy"
     enforce_eager: bool = True
     expose_http_server: bool = False
     enable_vllm_metrics_logger: bool = True
     vllm_metrics_logger_interval: float | None = Field(None, gt=0)
-    env_vars: dict[str, str] = {}
+    env_vars: Annotated[dict[str, str], BeforeValidator(_nothing_is_empty)] = {}
 
 
 class VllmKwargs(OpenSection):
@@ -136,9 +173,10 @@ class VllmKwargs(OpenSection):
 
 
 class Resources(Section):
-    """`colocated.resources`: nodes with engines, null for all, and the devices that engines take on each."""
+    """`colocated.resources`: nodes with engines, null for all, and the devices that engines take on each, null for all
+    that the trainer leaves."""
 
-    gpus_per_node: int = Field(1, ge=1)
+    gpus_per_node: int | None = Field(1, ge=1)
     num_nodes: int | None = Field(None, ge=1)
 
 
@@ -148,13 +186,13 @@ class Colocated(Section):
 
 
 class GenerationConfig(OpenSection):
-    """`policy.generation`. `top_p` and `top_k` have one value each: the trainer scores the whole distribution."""
+    """`policy.generation`. The trainer scores what `top_p` and `top_k` leave, as the engine does; −1 is null."""
 
     backend: Literal["dynamo"] = "dynamo"
     max_new_tokens: int = Field(8, ge=1)
     temperature: float = Field(1.0, ge=0.01, le=2)
-    top_p: float = Field(1.0, ge=1, le=1)
-    top_k: None = None
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: Annotated[Annotated[int, Field(strict=True, ge=1)] | None, BeforeValidator(_all_is_null)] = None
     stop_token_ids: list[Annotated[int, Field(strict=True, ge=0, lt=2**32)]] | None = None
     stop_strings: list[str] | None = None
     dynamo_cfg: DynamoConfig = DynamoConfig()
@@ -171,27 +209,72 @@ class GenerationConfig(OpenSection):
 
 
 class OptimizerConfig(Section):
+    """`policy.optimizer`, flat, or as NeMo RL has it: `name: torch.optim.AdamW` and `kwargs`. betas and eps: AdamW's;
+    momentum: SGD's."""
+
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(gt=0)
     weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.0, ge=0, lt=1)
+
+
+class SchedulerStage(Section):
+    """A part of the learning rate's course: one of torch's schedulers and its arguments."""
+
+    name: Literal[
+        "torch.optim.lr_scheduler.LinearLR",
+        "torch.optim.lr_scheduler.ConstantLR",
+        "torch.optim.lr_scheduler.CosineAnnealingLR",
+        "torch.optim.lr_scheduler.ExponentialLR",
+        "torch.optim.lr_scheduler.StepLR",
+    ]
+    kwargs: dict[str, float] = {}
+
+
+class SchedulerConfig(Section):
+    """`policy.scheduler`: stages of the learning rate, each from its milestone (optimizer steps) on. NeMo RL's list,
+    `[{name, kwargs}, …, {milestones}]`, is one too."""
+
+    stages: list[SchedulerStage] = []
+    milestones: list[int] = []
 
 
 class PolicyConfig(Section):
-    """`policy`: `model_name` is a local directory, a hub name, or one of the built-in models."""
+    """`policy`: `model_name` is a local directory, a hub name, or one of the built-in models. max_grad_norm: null clips
+    no gradient."""
 
     model_name: str
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float | None = Field(1.0, gt=0)
     micro_batch_size: int | None = Field(None, ge=1)
     optimizer: OptimizerConfig
+    scheduler: SchedulerConfig | None = None
     generation: GenerationConfig
 
 
+class AsyncGrpoConfig(Section):
+    """`grpo.async_grpo`: the suite's loop is synchronous, where every sample is of the newest version: within each of
+    these bounds."""
+
+    enabled: bool = False
+    max_trajectory_age_steps: int = Field(1, ge=1)
+    max_generation_failures: int = Field(0, ge=0)
+    in_flight_weight_updates: bool = False
+    recompute_kv_cache_after_weight_updates: bool = True
+
+
 class GrpoConfig(Section):
+    """`grpo`. Advantages are clipped to [advantage_clip_low, advantage_clip_high] last; null leaves a side open."""
+
     num_prompts_per_step: int = Field(8, ge=1)
     num_generations_per_prompt: int = Field(8, ge=2)
     max_num_steps: int = Field(2, ge=1)
     normalize_rewards: bool = True
     use_leave_one_out_baseline: bool = True
+    advantage_clip_low: float | None = None
+    advantage_clip_high: float | None = None
+    async_grpo: Annotated[AsyncGrpoConfig, BeforeValidator(_nothing_is_empty)] = AsyncGrpoConfig()
     seed: int = 42
 
 
@@ -200,12 +283,16 @@ class LossConfig(OpenSection):
 
     The ratio is clipped to [1 - ratio_clip_min, 1 + ratio_clip_max]. truncated_importance_sampling_ratio: cap of the
     weight exp(old - generation); null leaves it uncapped. token_level_loss: mean over all tokens of the batch;
-    otherwise mean over samples of each sample's mean.
+    otherwise mean over samples of each sample's mean. reference_policy_kl_type: the estimator; kl_input_clamp_value
+    bounds the log-ratio that it is given, either way, and kl_output_clamp_value its result.
     """
 
     ratio_clip_min: float = Field(0.2, ge=0)
     ratio_clip_max: float = Field(0.2, ge=0)
     reference_policy_kl_penalty: float = Field(0.0, ge=0)
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    kl_input_clamp_value: float | None = Field(None, gt=0)
+    kl_output_clamp_value: float | None = Field(None, gt=0)
     use_importance_sampling_correction: bool = True
     truncated_importance_sampling_type: str | None = None
     truncated_importance_sampling_ratio: float | None = Field(2.0, gt=0)
@@ -213,19 +300,27 @@ class LossConfig(OpenSection):
 
 
 class ClusterConfig(Section):
-    """`cluster`: `share_gpu` puts the trainer on the first of the engines' devices, a test topology only."""
+    """`cluster`: `device` is cuda where this machine has NVIDIA's driver, unless it is given. `share_gpu` puts the
+    trainer on the first of the engines' devices, a test topology only."""
 
     gpus_per_node: int = Field(2, ge=1)
     num_nodes: int = Field(1, ge=1)
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "cuda"] = Field(default_factory=_device_here)
     share_gpu: bool = False
 
 
 class DataConfig(Section):
     """`data`: `arithmetic`, `token_set` (rewards the share of completion tokens in a fixed set), `tool_arithmetic`
-    (agents that call tools), or a local JSONL."""
+    (agents that call tools), or a local JSONL, with the keys that hold a question's prompt and its answer."""
 
     dataset_name: str = "arithmetic"
+    input_key: str = "prompt"
+    output_key: str = "answer"
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """Of prompt and answer."""
+        return self.input_key, self.output_key
 
 
 class WandbConfig(Section):
@@ -255,14 +350,15 @@ class Thresholds(Section):
 class FaultConfig(Section):
     """`faults`: for fault tests only.
 
-    break_connections: chance that a request or answer breaks on its way. pause_send_s: holds a transfer open after
-    `pause_send_after` tensors, at the update to policy version `pause_send_version`, so that something can be killed in
-    the middle of it.
+    score_unfiltered: the trainer scores as if top_p and top_k cut nothing. break_connections: chance that a request or
+    answer breaks on its way. pause_send_s: holds a transfer open after `pause_send_after` tensors, at the update to
+    policy version `pause_send_version`, so that something can be killed in the middle of it.
     """
 
     pause_send_version: int | None = None
     pause_send_after: int = Field(5, ge=0)
     pause_send_s: float = Field(20, ge=0)
+    score_unfiltered: bool = False
     break_connections: float = Field(0.0, ge=0, le=0.9)
 
 
@@ -275,6 +371,17 @@ class Recipe(Section):
     logger: LoggerConfig = LoggerConfig()
     checks: Thresholds = Thresholds()
     faults: FaultConfig = FaultConfig()
+    _keys: tuple[Any, ...] = PrivateAttr(())
+
+    @property
+    def keys(self) -> tuple[Any, ...]:
+        """`foreign_keys.Key` of each key that was translated or set aside when the recipe was read."""
+        return self._keys
+
+    def with_keys(self, keys: Sequence[Any]) -> Self:
+        """This recipe, which was read from one with these other keys too."""
+        self._keys = tuple(keys)
+        return self
 
     @property
     def layout(self) -> Layout:
@@ -293,9 +400,25 @@ class Recipe(Section):
         return self.policy.generation.colocated.resources.num_nodes or self.cluster.num_nodes
 
     @property
+    def engine_devices(self) -> int:
+        """Devices that engines take on each of their nodes."""
+        given = self.policy.generation.colocated.resources.gpus_per_node
+        if given is not None:
+            return given
+        beside_trainer = self.engine_nodes >= self.cluster.num_nodes
+        return max(1, self.cluster.gpus_per_node - beside_trainer)
+
+    @property
     def num_engines(self) -> int:
         """Number of `dynamo.vllm` workers."""
-        return self.policy.generation.colocated.resources.gpus_per_node * self.engine_nodes // self.devices_per_engine
+        return self.engine_devices * self.engine_nodes // self.devices_per_engine
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        """Whether engines keep the blocks of prompts for later requests."""
+        generation = self.policy.generation
+        given = (_entries(generation, name).get("enable_prefix_caching") for name in ("vllm_cfg", "vllm_kwargs"))
+        return not any(value is False for value in given)
 
     @property
     def transport(self) -> Transport:

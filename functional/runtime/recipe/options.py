@@ -20,6 +20,7 @@ WORKER_ARGS = f"{GENERATION}.dynamo_cfg.worker_args"
 
 
 class OptionClass(StrEnum):
+    USED = "used"
     TRANSLATED = "translated"
     MOVED = "moved"
     UNSUPPORTED = "unsupported"
@@ -75,7 +76,6 @@ SAMPLING = (
     "what the recipe does not say is neutral: nothing else sets top-p, top-k or penalties, or alters what is sampled"
 )
 LOGPROBS = managed("--enable-rl makes log-probs processed; leave it unset or processed_logprobs", "processed_logprobs")
-PREFIX_CACHE = managed("prefix caching stays on: routing and the cache-clear check need it", True)
 ONE_NODE = managed("an engine group stays on one node, placed by the runtime")
 TOOL_PARSER = moved(f"{WORKER_ARGS}.tool_call_parser")
 REASONING_PARSER = moved(f"{WORKER_ARGS}.reasoning_parser")
@@ -85,7 +85,6 @@ SHARED: dict[str, Rule] = {
     "prefill_context_parallel_size": managed(OTHER_PARALLELISM, 1),
     "decode_context_parallel_size": managed(OTHER_PARALLELISM, 1),
     "logprobs_mode": LOGPROBS,
-    "enable_prefix_caching": PREFIX_CACHE,
     "skip_tokenizer_init": unsupported("dynamo.vllm needs the tokenizer and always loads it"),
     "enable_return_routed_experts": unsupported("expert routes are not returned through Dynamo"),
     "quantization": unsupported(LOW_PRECISION, refuse=True),
@@ -122,6 +121,9 @@ CFG: dict[str, Rule] = SHARED | {
     "http_refit_api_key_env_var": inapplicable("refits use Dynamo's control routes and a collective"),
 }
 """Rules of `vllm_cfg` beyond the fields that `VllmConfig` translates."""
+
+PREFIX_CACHING = "enable_prefix_caching"
+"""Of both sections. Off, no update can be seen to clear the cache, and there is none to clear."""
 
 TRANSLATED = {
     "tensor_parallel_size": "tensor_parallel_size",
@@ -233,8 +235,8 @@ def _cfg_option(key: str, value: Any, known: Sequence[str], device: str) -> Opti
         return Option(path, value, OptionClass.TRANSLATED, " ".join(flags) or "no flag for 1", flags)
     if key == "env_vars":
         return Option(path, value, OptionClass.TRANSLATED, "environment of every worker")
-    if key in TRANSLATED:
-        return _translated(path, TRANSLATED[key], value)
+    if key in TRANSLATED or key == PREFIX_CACHING:
+        return _translated(path, TRANSLATED.get(key, key), value)
     if key in CFG:
         return _ruled(path, value, CFG[key])
     if key in ENGINE_FLAGS and key not in KWARGS:
@@ -307,6 +309,8 @@ def refusal_of_extra(taken: Mapping[str, str]) -> Callable[[str], str | None]:
     def refusal(name: str) -> str | None:
         if name in taken:
             return f"is already set by {taken[name]}"
+        if name == PREFIX_CACHING:
+            return f"set it by {VLLM_KWARGS}.{name}"
         rule = KWARGS.get(name)
         if rule is not None:
             where = "set it by" if rule.kind is OptionClass.MOVED else f"{rule.kind}:"

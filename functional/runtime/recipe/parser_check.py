@@ -2,13 +2,14 @@
 
 import json
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
 from functional.runtime.errors import ConfigError
-from functional.runtime.recipe.argv import WorkerPlace, frontend_arguments, worker_arguments
+from functional.runtime.recipe.argv import WorkerPlace, frontend_arguments, worker_arguments, write_template
 from functional.runtime.recipe.environment import parser_environment
 from functional.runtime.recipe.model import Recipe
 from functional.runtime.recipe.seeds import engine_seed
@@ -42,8 +43,17 @@ print("ANSWER " + json.dumps(answer))
 class EngineCheck:
     """The parsers at work in a process of their own: 10 s of imports, so that other start-up goes on meanwhile."""
 
-    def __init__(self, python: Path, worker: list[str], frontend: list[str], environment: Mapping[str, str]) -> None:
-        """Start. worker, frontend: words behind the module names; environment: of the fleet's programs."""
+    def __init__(
+        self,
+        python: Path,
+        worker: list[str],
+        frontend: list[str],
+        environment: Mapping[str, str],
+        folder: "tempfile.TemporaryDirectory[str] | None" = None,
+    ) -> None:
+        """Start. worker, frontend: words behind the module names; environment: of the fleet's programs; folder: of
+        files that the words name, removed at the end."""
+        self._folder = folder
         words = json.dumps([worker, frontend])
         self._process = subprocess.Popen(
             [str(python), "-c", PARSE, words],
@@ -60,10 +70,13 @@ class EngineCheck:
     def of(cls, recipe: Recipe, python: Path, model_dir: Path) -> Self:
         """Start on the command lines a recipe's fleet will have; what only the fleet knows is stood in for."""
         generation = recipe.policy.generation
-        place = WorkerPlace(model_dir, "namespace", Path("/run/kv0"), engine_seed(recipe.grpo.seed, 0, 0))
+        folder = tempfile.TemporaryDirectory(prefix="parse")
+        place = WorkerPlace(model_dir, "namespace", Path(folder.name) / "kv", engine_seed(recipe.grpo.seed, 0, 0))
+        write_template(generation.dynamo_cfg.worker_args, place)
         worker = worker_arguments(recipe, place)
         frontend = frontend_arguments(generation.dynamo_cfg.frontend_args, "127.0.0.1", 1, "namespace")
-        return cls(python, worker, frontend, parser_environment(recipe.cluster.device, generation.vllm_cfg.env_vars))
+        environment = parser_environment(recipe.cluster.device, generation.vllm_cfg.env_vars)
+        return cls(python, worker, frontend, environment, folder)
 
     def __enter__(self) -> Self:
         return self
@@ -96,3 +109,5 @@ class EngineCheck:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+        if self._folder is not None:
+            self._folder.cleanup()

@@ -41,7 +41,7 @@ def plan_nodes(recipe: Recipe) -> tuple[NodePlan, ...]:
 def possible_layouts(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[tuple[Layout, int]]:
     """Layouts of an engine that the devices of a node and a model with this config.json allow, and how many such
     engines a node then has. An expert parallel group is as large as the tensor parallel one."""
-    devices = recipe.policy.generation.colocated.resources.gpus_per_node
+    devices = recipe.engine_devices
     for ranks in (count for count in range(1, devices + 1) if devices % count == 0):
         for tensor in (count for count in range(1, ranks + 1) if ranks % count == 0):
             for expert in sorted({1, tensor}) if config.get("num_experts") else (1,):
@@ -52,7 +52,7 @@ def possible_layouts(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[tupl
 
 def _plan(recipe: Recipe) -> Iterator[NodePlan]:
     nodes, size = recipe.cluster.num_nodes, recipe.devices_per_engine
-    engines_per_node = recipe.policy.generation.colocated.resources.gpus_per_node // size
+    engines_per_node = recipe.engine_devices // size
     first = nodes - recipe.engine_nodes
     for number in range(nodes):
         start = (number - first) * engines_per_node

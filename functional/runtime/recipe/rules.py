@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from functional.runtime.recipe.architectures import find_layout_problems, find_model_problem, read_config
-from functional.runtime.recipe.argv import FRONTEND_OWNERS, worker_flag_owners
+from functional.runtime.recipe.argv import FRONTEND_OWNERS, is_inline, worker_flag_owners
 from functional.runtime.recipe.engine_flags import ENGINE_FLAGS, FRONTEND_FLAGS, WORKER_FLAGS
 from functional.runtime.recipe.environment import MANAGED_PREFIXES, MANAGED_VARIABLES, SHARED_GPU
 from functional.runtime.recipe.flags import Kind, find_extra_problem
@@ -22,6 +22,7 @@ from functional.runtime.recipe.model import DynamoConfig, Recipe, UnreadKeyError
 from functional.runtime.recipe.options import (
     GENERATION,
     VLLM_CFG,
+    VLLM_KWARGS,
     WORKER_ARGS,
     nearest_flag,
     nearest_key,
@@ -43,18 +44,27 @@ TOOL_DATA = "tool_arithmetic"
 BUILTIN_DATA = ("arithmetic", "token_set", TOOL_DATA)
 KEEPS_TOKEN_DATA = ("qwen3_coder", "deepseek_v4")
 """Tool parsers seen to keep `engine_data` of an answer to a request with tools (Dynamo 1.3.0.post1)."""
-OTHER_ENGINES = ("sglang_cfg", "trtllm_cfg", "mcore_generation_config", "megatron_cfg", "hf_cfg")
+LOAD_FORMATS = (
+    *("auto", "dummy", "fastsafetensors", "hf", "instanttensor", "mistral", "modelexpress", "npcache", "pt"),
+    *("runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state", "tensorizer"),
+)
+"""vLLM's, but for those of quantized weights. What an engine loads is replaced by the first update."""
+OTHER_ENGINES = ("sglang_cfg", "trtllm_cfg", "megatron_cfg", "hf_cfg")
 QUANTIZATION = ("quant_cfg", "quantization", "real_quant", "real_quant_ignore", "fp8_cfg")
 SPECULATION = ("speculative_config", "speculative_cfg", "speculative_decoding")
 REFUSED = {
     "refit_transport": "updates go through the runtime's own collective: leave it null",
     "bad_words": "Dynamo's completions take no bad words: remove it",
 }
-IGNORED = (
-    *("val_temperature", "val_top_p", "val_top_k", "use_async_rollouts", "port_range_low", "port_range_high"),
-    *("refit_cfg", "checkpoint_engine", "real_quant_export_cpu_offload"),
-)
-"""Keys NeMo RL's base recipe gives the section, of no use here: no validation, the runtime's own ports and refit."""
+IGNORED = {
+    **dict.fromkeys(("val_temperature", "val_top_p", "val_top_k"), "the suite does not validate"),
+    **dict.fromkeys(("port_range_low", "port_range_high"), "the runtime takes ports itself"),
+    **dict.fromkeys(("refit_cfg", "checkpoint_engine"), "updates go through the runtime's own collective"),
+    "real_quant_export_cpu_offload": "nothing is quantized",
+    "use_async_rollouts": "rollouts are always asynchronous",
+    "mcore_generation_config": "a section of another engine",
+}
+"""Keys NeMo RL's base recipe gives the section, of no use here, and why."""
 NEUTRAL_SAMPLING = {
     "min_p": 0,
     "repetition_penalty": 1,
@@ -66,7 +76,6 @@ NEUTRAL_SAMPLING = {
 """Sampling options of which a recipe may say only this: the trainer scores the model's own distribution."""
 LOSS_OFF: dict[str, Any] = {
     "disable_ppo_ratio": False,
-    "force_on_policy_ratio": False,
     "sequence_level_importance_ratios": False,
     "use_cispo": False,
     "use_kl_in_reward": False,
@@ -74,11 +83,12 @@ LOSS_OFF: dict[str, Any] = {
     "ratio_clip_c": None,
     "positive_example_nll_weight": 0,
     "truncated_importance_sampling_ratio_min": None,
-    "reference_policy_kl_type": "k3",
-    "kl_input_clamp_value": None,
-    "kl_output_clamp_value": None,
 }
 """Keys of NeMo RL's `loss_fn` that the suite's trainer does not have, with the value that asks for nothing."""
+
+
+ALWAYS = {"force_on_policy_ratio": "one optimizer step a batch: the ratio is 1 when it is taken, whatever this says"}
+"""Of `loss_fn`, what holds by itself, and why."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +124,9 @@ def find_problems(recipe: Recipe, rules: Sequence[Rule]) -> list[Problem]:
 
 
 def _group_fits(recipe: Recipe) -> Iterator[Problem]:
-    vllm, resources = recipe.policy.generation.vllm_cfg, recipe.policy.generation.colocated.resources
+    vllm = recipe.policy.generation.vllm_cfg
     tensor, pipeline = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
-    group, node = tensor * pipeline, resources.gpus_per_node
+    group, node = tensor * pipeline, recipe.engine_devices
     if group > node:
         message = f"with pipeline_parallel_size={pipeline} an engine takes {group} devices, and must fit on one node: "
         yield Problem(f"{VLLM_CFG}.tensor_parallel_size", tensor, message + f"{RESOURCES}.gpus_per_node is {node}")
@@ -140,7 +150,7 @@ def _colocation(recipe: Recipe) -> Iterator[Problem]:
 
 def _devices(recipe: Recipe) -> Iterator[Problem]:
     """On a node with engines these take `resources.gpus_per_node` devices, and on the first node the trainer one."""
-    cluster, generation = recipe.cluster, recipe.policy.generation.colocated.resources.gpus_per_node
+    cluster, generation = recipe.cluster, recipe.engine_devices
     if recipe.engine_nodes < cluster.num_nodes:
         if generation > cluster.gpus_per_node:
             message = f"a node has {cluster.gpus_per_node} device(s) (cluster.gpus_per_node)"
@@ -226,7 +236,7 @@ def _sections(recipe: Recipe) -> Iterator[Problem]:
             if value is not None:
                 yield Problem(path, value, "moved, set grpo.seed: each engine gets a seed of its own, made of it")
         elif key in NEUTRAL_SAMPLING:
-            if value is not None and not _is(value, NEUTRAL_SAMPLING[key]):
+            if value is not None and not is_same(value, NEUTRAL_SAMPLING[key]):
                 yield Problem(path, value, "the trainer scores the model's own distribution: remove it")
         else:
             yield Problem(path, value, "unknown key" + nearest_key(key, [*type(generation).model_fields, *IGNORED]))
@@ -237,6 +247,34 @@ def _options(recipe: Recipe) -> Iterator[Problem]:
     for option in recipe.options:
         if option.error:
             yield Problem(option.path, option.value, option.error)
+
+
+QUANTIZED_FORMATS = ("bitsandbytes", "gguf")
+
+
+def _load_format(recipe: Recipe) -> Iterator[Problem]:
+    given = recipe.policy.generation.vllm_cfg.load_format
+    if given in QUANTIZED_FORMATS:
+        yield Problem(f"{VLLM_CFG}.load_format", given, "generation runs in bfloat16, without quantization")
+    elif given not in LOAD_FORMATS:
+        yield Problem(f"{VLLM_CFG}.load_format", given, "vLLM 0.23.0 has " + ", ".join(LOAD_FORMATS))
+
+
+def _scheduler(recipe: Recipe) -> Iterator[Problem]:
+    scheduler = recipe.policy.scheduler
+    if scheduler is None:
+        return
+    if not scheduler.stages:
+        yield Problem("policy.scheduler.stages", [], "give one at least, or policy.scheduler=null")
+    elif len(scheduler.milestones) != len(scheduler.stages) - 1:
+        message = f"{len(scheduler.stages)} stages have {len(scheduler.stages) - 1} milestone(s) between them"
+        yield Problem("policy.scheduler.milestones", scheduler.milestones, message)
+
+
+def _clip(recipe: Recipe) -> Iterator[Problem]:
+    low, high = recipe.grpo.advantage_clip_low, recipe.grpo.advantage_clip_high
+    if low is not None and high is not None and low > high:
+        yield Problem("grpo.advantage_clip_low", low, f"is above grpo.advantage_clip_high, {high}")
 
 
 def _metrics_interval(recipe: Recipe) -> Iterator[Problem]:
@@ -282,12 +320,23 @@ def find_cautions(recipe: Recipe) -> list[Problem]:
     `engine_data`; so the token check fails such a sample. The engine itself ends at stop token IDs.
     """
     cautions = []
-    if given := recipe.policy.generation.stop_strings:
+    generation = recipe.policy.generation
+    if given := generation.stop_strings:
         message = "samples that end at a stop string come without engine_data and are rejected, use stop_token_ids"
         cautions.append(Problem(f"{GENERATION}.stop_strings", given, message))
     if recipe.policy.generation.vllm_cfg.expose_http_server:
         cautions += _chat_cautions(recipe.policy.generation.dynamo_cfg)
     grpo = recipe.grpo
+    if grpo.async_grpo.enabled:
+        message = "the loop is synchronous: no sample is older than the policy, which every bound allows"
+        cautions.append(Problem("grpo.async_grpo.enabled", True, message))
+    if not recipe.has_prefix_cache:
+        message = "no cache to clear, so no update is seen to clear one: that check is skipped, and those of KV routing"
+        cautions.append(Problem(f"{VLLM_KWARGS}.enable_prefix_caching", False, message))
+    types = generation.dynamo_cfg.worker_args.endpoint_types
+    if "completions" not in types:
+        message = "rollouts and probes use /v1/completions: it is served too"
+        cautions.append(Problem(f"{WORKER_ARGS}.endpoint_types", types, message))
     if grpo.normalize_rewards and grpo.use_leave_one_out_baseline and grpo.num_generations_per_prompt == 2:
         message = "has no effect on two generations with use_leave_one_out_baseline: one reward has no deviation"
         cautions.append(Problem("grpo.normalize_rewards", True, message))
@@ -348,13 +397,13 @@ def _variable_problem(name: str, value: str) -> str | None:
 
 def _endpoint_types(recipe: Recipe) -> Iterator[Problem]:
     given = recipe.policy.generation.dynamo_cfg.worker_args.endpoint_types
-    if "completions" not in given:
-        yield Problem(f"{WORKER_ARGS}.endpoint_types", given, "rollouts use /v1/completions: add completions")
+    if len(set(given)) < len(given):
+        yield Problem(f"{WORKER_ARGS}.endpoint_types", given, "names one twice")
 
 
 def _template(recipe: Recipe) -> Iterator[Problem]:
     template = recipe.policy.generation.dynamo_cfg.worker_args.custom_jinja_template
-    if template is None:
+    if template is None or is_inline(template):
         return
     path = template
     with suppress(RuntimeError):  # the home of a user that is not there
@@ -401,6 +450,11 @@ def _chat(recipe: Recipe) -> Iterator[Problem]:
     if "chat" not in dynamo.worker_args.endpoint_types:
         message = f"{VLLM_CFG}.expose_http_server uses /v1/chat/completions: add chat"
         yield Problem(f"{WORKER_ARGS}.endpoint_types", dynamo.worker_args.endpoint_types, message)
+    for key, whole in (("top_p", (1.0,)), ("top_k", (None, -1, 0))):
+        if (value := getattr(generation, key)) not in whole:
+            yield Problem(
+                f"{GENERATION}.{key}", value, "the chat server samples from the whole distribution: leave it out"
+            )
     host = f"{GENERATION}.dynamo_cfg.chat_host"
     try:
         if ip_address(dynamo.chat_host).is_unspecified:
@@ -443,20 +497,28 @@ def _truncation_ratio(recipe: Recipe) -> Iterator[Problem]:
 def _loss_keys(recipe: Recipe) -> Iterator[Problem]:
     """Keys of `loss_fn` that the model leaves open."""
     for key, value in (recipe.loss_fn.model_extra or {}).items():
+        if key in ALWAYS:
+            continue
         if key not in LOSS_OFF:
             known = [*type(recipe.loss_fn).model_fields, *LOSS_OFF]
             yield Problem(f"loss_fn.{key}", value, "unknown key" + nearest_key(key, known))
-        elif value is not None and not _is(value, LOSS_OFF[key]):
-            message = f"the suite's trainer does not do that: remove it, or set {_as_yaml(LOSS_OFF[key])}"
+        elif value is not None and not is_same(value, LOSS_OFF[key]):
+            message = f"the suite's trainer does not do that: remove it, or set {as_yaml(LOSS_OFF[key])}"
             yield Problem(f"loss_fn.{key}", value, message)
 
 
-def _is(value: Any, wanted: Any) -> bool:
+def outcome_of_extra(path: str) -> str:
+    """What became of a key that the models leave open and the rules let pass."""
+    section, _, name = path.removeprefix(f"{GENERATION}.").removeprefix("loss_fn.").partition(".")
+    return "ignored: " + (IGNORED | ALWAYS).get(section, "nothing is asked for" + (f" by {name}" if name else ""))
+
+
+def is_same(value: Any, wanted: Any) -> bool:
     """Equal, where true is not 1 and false is not 0."""
     return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     return "null" if value is None else str(value).lower()
 
 
@@ -477,6 +539,9 @@ RULES: tuple[Rule, ...] = (
     _shared_gpu,
     _sections,
     _options,
+    _load_format,
+    _scheduler,
+    _clip,
     _metrics_interval,
     _stops,
     _variables,

@@ -55,14 +55,16 @@ class FleetRefit:
         attempts: int = 3,
         replace: Replace | None = None,
         ranks_per_worker: int = 1,
+        has_prefix_cache: bool = True,
         on_step: Callable[[int, str], None] = lambda version, name: None,
         on_transition: Callable[[Transition], None] = lambda transition: None,
         pool: Executor | None = None,
     ) -> None:
         """address: of this machine, for the transfer's rendezvous; timeout_s: the engine-side deadline of each wait.
 
-        attempts: tries of one version; ranks_per_worker: tensor × pipeline parallel size of an engine; on_step hears
-        the version being brought about and each step's name as it begins; pool runs the calls to the workers (a thread
+        attempts: tries of one version; ranks_per_worker: tensor × pipeline parallel size of an engine;
+        has_prefix_cache: of engines without, no clear is looked for; on_step hears the version being brought about and
+        each step's name as it begins; pool runs the calls to the workers (a thread
         each, if not given).
         """
         self.workers = list(workers)
@@ -76,6 +78,7 @@ class FleetRefit:
         self._attempts = attempts
         self._replace = replace
         self._ranks_per_worker = ranks_per_worker
+        self._has_prefix_cache = has_prefix_cache
         self._on_step = on_step
         self._pool = pool or ThreadPoolExecutor(max_workers=len(workers) + 1, thread_name_prefix="refit")
         self._machine = RefitMachine(gate, on_transition)
@@ -400,6 +403,9 @@ class FleetRefit:
         an earlier attempt was seen then.
         """
         if worker.instance_id in self._warmed:
+            return
+        if not self._has_prefix_cache:
+            self._warmed[worker.instance_id] = 0
             return
         cached = cached_tokens(self._probe(worker, 0, 1)) or cached_tokens(self._probe(worker, 0, 1))
         if cached == 0:

@@ -15,17 +15,16 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 EXTRA_FIELDS = ["completion_token_ids", "engine_data", "worker_id", "timing"]
+NO_TOP_K = -1
 NEUTRAL = {
-    "top_p": 1.0,
-    "top_k": -1,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "min_tokens": 0,
 }
-"""Sent with each request, so that neither frontend nor engine has a default to fill in: the trainer scores the model's
-whole distribution at the request's temperature."""
+"""Sent with each request, so that neither frontend nor engine has a default to fill in: the trainer scores what top-p
+and top-k leave of the model's own distribution at the request's temperature."""
 
 COPIES_DIFFER = 1e-4
 """Nats between Dynamo's two copies of a log-prob: one of them has single precision."""
@@ -40,6 +39,8 @@ class Sampling:
 
     max_tokens: int
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = NO_TOP_K
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -79,6 +80,8 @@ def request_body(model: str, prompt: Sequence[int], sampling: Sampling, instance
         "prompt": prompt,
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
         **NEUTRAL,
         "logprobs": 0,
         "n": 1,

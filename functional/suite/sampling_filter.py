@@ -1,0 +1,91 @@
+"""Top-k and top-p as vLLM applies them: log-probs of what remains, by which the trainer scores what was sampled.
+
+Of logits over temperature, top-k keeps the k largest and what equals the least of them; of these, top-p keeps each
+token before which less than p of their mass lies. Rounding moves tokens over the edge of a set: one that the engine
+sampled is scored as a member all the same, and how far it lay outside is noted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROWS = 256
+"""Distributions that are sorted at a time: sorting takes three times their memory."""
+
+
+@dataclass(frozen=True)
+class SamplingFilter:
+    """top_k: None keeps all; top_p: 1 keeps all."""
+
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    @property
+    def is_on(self) -> bool:
+        return self.top_k is not None or self.top_p < 1
+
+
+@dataclass
+class Flips:
+    """Sampled tokens that the trainer's own logits leave out. furthest: by how many nats its logits would have to move,
+    at least, for all of them to be members."""
+
+    tokens: int = 0
+    furthest: float = 0.0
+
+
+def logprobs(logits: Tensor, ids: Tensor, kept: SamplingFilter) -> Tensor:
+    """Log-probs of `ids` [N] among what remains of `logits` [N, V], each ID a member of its own set -> [N] float32."""
+    members = logits.detach() >= least_kept(logits.detach(), kept)
+    members.scatter_(1, ids[:, None], True)
+    remaining = logits.masked_fill(~members, -torch.inf)
+    return torch.log_softmax(remaining, -1).gather(1, ids[:, None])[:, 0]
+
+
+@torch.no_grad()
+def least_kept(logits: Tensor, kept: SamplingFilter) -> Tensor:
+    """The smallest logit that remains of each row of `logits` [N, V] -> [N, 1]."""
+    return torch.cat([_least_kept(rows, kept) for rows in logits.split(ROWS)])
+
+
+def _least_kept(logits: Tensor, kept: SamplingFilter) -> Tensor:
+    vocabulary = logits.shape[1]
+    if kept.top_p >= 1:
+        return logits.topk(min(kept.top_k or vocabulary, vocabulary)).values[:, -1:]
+    largest = logits.topk(min(kept.top_k or vocabulary, vocabulary)).values  # in falling order
+    mass = _mass(logits, largest[:, -1:])
+    share = (largest - mass).exp()
+    count = (share.cumsum(-1) - share < kept.top_p).sum(-1, keepdim=True)
+    return largest.gather(1, count.clamp(min=1) - 1)
+
+
+def _mass(logits: Tensor, least: Tensor) -> Tensor:
+    """Logarithm of the mass of what is `least` or above -> [N, 1]."""
+    return torch.logsumexp(logits.masked_fill(logits < least, -torch.inf), -1, keepdim=True)
+
+
+@torch.no_grad()
+def find_flips(logits: Tensor, ids: Tensor, kept: SamplingFilter, flips: Flips) -> None:
+    """Note which of the sampled `ids` [N] are outside the sets of `logits` [N, V].
+
+    A token enters top-k when its logit and the k-th have each moved half of what is between them. It enters top-p when
+    the log-odds of the mass before it have come down to p's; logits that move by a nat move those by two at most.
+    """
+    own = logits.gather(1, ids[:, None])
+    outside = (own < least_kept(logits, kept))[:, 0]
+    if not outside.any():
+        return
+    logits, own = logits[outside], own[outside]
+    edge = torch.full_like(own, -torch.inf)
+    if kept.top_k is not None:
+        edge = _least_kept(logits, SamplingFilter(kept.top_k))
+    needed = (edge - own).clamp(min=0)
+    if kept.top_p < 1:
+        eligible = (logits >= edge) | (logits == own)
+        before = torch.logsumexp(logits.masked_fill(~eligible | (logits <= own), -torch.inf), -1, keepdim=True)
+        rest = torch.logsumexp(logits.masked_fill(~eligible | (logits > own), -torch.inf), -1, keepdim=True)
+        odds = before - rest - torch.logit(torch.tensor(kept.top_p, device=logits.device))
+        needed = torch.maximum(needed, odds)
+    flips.tokens += int(outside.sum())
+    flips.furthest = max(flips.furthest, float(needed.max()) / 2)
