@@ -78,6 +78,8 @@ def chat_body(request: ChatRequest, model: str, prompt: Sequence[int], sampling:
         "model": model,
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
         **NEUTRAL,
         "logprobs": True,
         "nvext": request.nvext | {"extra_fields": extra, "token_data": prompt},
