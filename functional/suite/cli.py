@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]
 
-from functional.runtime.errors import RunError
+from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet import guard
 from functional.suite.cluster import ray_environment
 
 GRACE_S = 60.0
+COMPLETE = "_FUNCTIONAL_COMPLETE"
 
 app = typer.Typer(
     add_completion=False,
@@ -193,6 +195,17 @@ def make_model_command(
     typer.echo(json.dumps(asdict(summary), indent=2))
 
 
+@app.command()
+def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish.")] = "bash") -> None:
+    """Print the shell's completion of this command line.
+
+    Example: eval "$(functional completion bash)"
+    """
+    if shell not in ("bash", "zsh", "fish"):
+        raise ConfigError(f"no completion for {shell!r}: choose bash, zsh or fish")
+    typer.echo(get_completion_script(prog_name="functional", complete_var=COMPLETE, shell=shell))
+
+
 def run_module(module: str, recipe: Path, out: Path, *words: str) -> int:
     """Run a module that takes RECIPE OUT RUN_DIR and more words, under a guard. Returns its exit status."""
     run_dir = tempfile.mkdtemp(prefix="rl", dir="/tmp")  # short: socket paths hold at most 107 bytes
@@ -226,8 +239,9 @@ def run_guarded(command: list[str], folder: str) -> int:
 
 def main() -> None:
     """Entry point: one line for an error the user can act on."""
+    completion_init()
     try:
-        app()
+        app(prog_name="functional", complete_var=COMPLETE)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
