@@ -33,8 +33,9 @@ def options_of(command: Any) -> set[str]:
 
 def functional_options(name: str) -> set[str] | None:
     """Options of a command of the image, from its source, since its packages are not here."""
-    quoted = rf'@app\.command\((?:"{re.escape(name)}")?\)\ndef {re.escape(name.replace("-", "_"))}(?:_command)?\((.*?)\n\) ->'
-    match = re.search(quoted, CLI, re.DOTALL) or re.search(rf"\ndef {re.escape(name)}\((.*?)\) -> None", CLI, re.DOTALL)
+    function = re.escape(name.replace("-", "_"))
+    quoted = rf'@app\.command\((?:"{re.escape(name)}")?\)\ndef {function}(?:_command)?\((.*?)\n\) ->'
+    match = re.search(quoted, CLI, re.DOTALL) or re.search(rf"\ndef {function}\((.*?)\) -> None", CLI, re.DOTALL)
     if match is None:
         return None
     plain = {f"--{word.replace('_', '-')}" for word in re.findall(r"(\w+): Annotated", match[1])}
