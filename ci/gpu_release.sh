@@ -6,7 +6,7 @@
 #   ci/gpu_release.sh take FOLDER    there, for each part in any order: checks it and keeps it in STORE
 #   ci/gpu_release.sh run [WORD …]   there: joins the parts, checks the sum, runs ./build.py functional WORD …;
 #                                    OUT/release.tgz takes the record, the report and the logs
-#   ci/gpu_release.sh night [WORD …] there: joins the parts, runs the GPU stages of ci/nightly.sh; OUT/night.tgz takes its folder
+#   ci/gpu_release.sh night [WORD …]  there: joins the parts, then ci/nightly.sh as far as it goes there; OUT/night.tgz
 #   ci/gpu_release.sh bring FILE     here: puts a release.tgz into the record of dist/NAME
 #
 # NAME (cuda-trixie) is the release; CARRY (.carry) and PART_BYTES (60000000) say where parts go and how large they are;
