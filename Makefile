@@ -52,8 +52,8 @@ doctor: env
 nightly:
 	@ci/nightly.sh --profile $(PROFILE) --name $(NAME) $(ARGS)
 
-# Measures what BENCH names: sqsh, rollout (docs/bench/$(BENCH).md), refit, refit-scale (docs/performance.md). ARGS adds
-# options.
+# Measures what BENCH names: sqsh, rollout, chat (docs/bench/$(BENCH).md), refit, refit-scale (docs/performance.md).
+# ARGS adds options.
 BENCH ?= sqsh
 bench: ready
 	@$(BUILD) services start

@@ -21,8 +21,9 @@ def apply() -> None:
         return
 
     def file_init_method(_ip: str, _port: int) -> str:
-        # What follows the last colon becomes, on a CPU, part of a shared memory's name, which may have no slash.
-        return f"file://{Path(folder) / f'rendezvous:{uuid.uuid4().hex}'}"
+        # What follows the last colon becomes, on a CPU, the beginning of a shared memory's name, which may have no
+        # slash. It is left behind: by the folder's name whoever removes the folder finds it.
+        return f"file://{Path(folder) / f'rendezvous:{Path(folder).name}-{uuid.uuid4().hex}'}"
 
     for module in _modules():
         module.get_distributed_init_method = file_init_method

@@ -172,24 +172,47 @@ def doctor(
     raise typer.Exit(show_findings(out, as_json))
 
 
+@app.command("serve-chat")
+def serve_chat(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for the report, records and logs.")] = Path("functional-chat"),
+    host: Annotated[str, typer.Option(help="Address to listen on; one of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.")] = 0,
+) -> None:
+    """Start the recipe's fleet, and serve chat with exact token IDs until stopped (docs/chat.md).
+
+    Prints the server's URL once it answers; OUT/chat.json has it too.
+
+    Example: functional serve-chat recipes/agent_cpu.yaml --port 8000 --out /tmp/chat
+    """
+    dynamo = "policy.generation.dynamo_cfg"
+    words = ["policy.generation.vllm_cfg.expose_http_server=true", f"{dynamo}.chat_host={host}"]
+    words.append(f"{dynamo}.chat_port={port}")
+    raise typer.Exit(run_module("functional.suite.serve", recipe, out, *words, *(overrides or [])))
+
+
 @app.command("make-model")
 def make_model_command(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],
     seed: Annotated[int, typer.Option(help="Seed of the weights and lessons.")] = 0,
     shape: Annotated[
-        str, typer.Option(help="tiny (taught arithmetic); Qwen3-0.6B or Qwen3-8B (random weights).")
+        str,
+        typer.Option(help="tiny (taught arithmetic), tools (taught to call them); Qwen3-0.6B or Qwen3-8B (random)."),
     ] = "tiny",
 ) -> None:
     """Make a small Qwen3 with its tokenizer, the same bytes each time on one machine.
 
-    So the embedded model was made, once: builtin:arithmetic is a part of this package.
+    So the embedded models were made, once: builtin:arithmetic and builtin:tools are parts of this package.
 
     Example: functional make-model /tmp/tiny
     """
     from functional.suite.model import make_model, random_model
+    from functional.suite.tool_lessons import make_tool_model
 
+    taught = {"tiny": make_model, "tools": make_tool_model}
     try:
-        summary = make_model(out, seed) if shape == "tiny" else random_model(out, shape, seed)
+        summary: Any = taught[shape](out, seed) if shape in taught else random_model(out, shape, seed)
     except (FileExistsError, ValueError) as error:
         raise RunError(str(error)) from error
     typer.echo(json.dumps(asdict(summary), indent=2))

@@ -18,7 +18,8 @@ from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet.programs import Programs, find_programs
 from functional.runtime.recipe.load import RecipeError
 from functional.runtime.recipe.options import shown_options
-from functional.runtime.recipe.rules import find_unsendable, find_warnings
+from functional.runtime.recipe.rules import TOOL_DATA, find_unsendable, find_warnings
+from functional.suite.agent_session import AgentSession
 from functional.suite.cluster import check_devices
 from functional.suite.hardware import read_hardware
 from functional.suite.leftovers import find_leftovers
@@ -44,16 +45,18 @@ FILES = (
     "routers.json",
     "routers.md",
     "routers.svg",
+    "chat.json",
 )
 """What a run writes beside its logs, and removes of an earlier one."""
 
 
 def run(
-    recipe_path: Path, out: Path, run_dir: Path, overrides: list[str], session_type: type[Session] = Session
+    recipe_path: Path, out: Path, run_dir: Path, overrides: list[str], session_type: type[Session] | None = None
 ) -> int:
     """Run the recipe and write `out`/report.json, report.html, report.md, junit.xml, rollouts.jsonl and logs/.
 
-    Returns 0 when every check passed, 1 when not, 2 for a bad recipe or environment.
+    session_type: what is done with the fleet; training, as the recipe's data ask for it, unless given. Returns 0 when
+    every check passed, 1 when not, 2 for a bad recipe or environment.
     """
     try:
         prepared = prepare(recipe_path, overrides)
@@ -67,6 +70,8 @@ def run(
         return 2
     log_dir = make_folders(out)
     write_atomically(out / "recipe.json", json.dumps(report.recipe, indent=2) + "\n")
+    if session_type is None:
+        session_type = AgentSession if prepared.recipe.data.dataset_name == TOOL_DATA else Session
     session = session_type(prepared, report, out, run_dir)
     for warning in report.warnings:
         session.say(f"warning: {warning}")

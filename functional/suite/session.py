@@ -5,12 +5,13 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from functional.runtime.chat.server import ChatServer
 from functional.runtime.errors import ConfigError, InterruptedRunError, RolloutError, RunError
 from functional.runtime.fleet.fleet import Fleet
 from functional.runtime.fleet.programs import Programs
@@ -21,7 +22,7 @@ from functional.runtime.fleet.worker import Worker
 from functional.runtime.jsonlines import JsonLines
 from functional.runtime.recipe.architectures import find_model_problem, read_config
 from functional.runtime.recipe.parser_check import EngineCheck
-from functional.runtime.recipe.rules import layout_problems, merge_stop_strings
+from functional.runtime.recipe.rules import TOOL_DATA, layout_problems, merge_stop_strings
 from functional.runtime.refit.machine import Event, State, Transition
 from functional.runtime.refit.parts import Probe, RefitResult
 from functional.runtime.refit.probe import PROMPTS, probe_prompts
@@ -29,14 +30,16 @@ from functional.runtime.refit.transaction import FleetRefit
 from functional.runtime.rollout.client import Limits, RolloutClient
 from functional.runtime.rollout.completion import Completion, Sampling
 from functional.runtime.rollout.gate import AdmissionGate
-from functional.runtime.rollout.generation import generate
+from functional.runtime.rollout.generation import AskedType, Completer, FoundType, generate
 from functional.runtime.rollout.pool import HttpPool
 from functional.runtime.rollout.records import RecordWriter, RolloutRecord
-from functional.runtime.rollout.requests import RequestJournal, read_attempts
+from functional.runtime.rollout.requests import Attempt, RequestJournal, read_attempts
 from functional.runtime.rollout.spread import Served, SpreadClient
 from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import checks
+from functional.suite.agents import ToolTask
 from functional.suite.batch import RolloutBatch, score
+from functional.suite.chat_service import chat_server, load_template
 from functional.suite.checklist import Checklist
 from functional.suite.cluster import cluster_address, joined_ray
 from functional.suite.data import measure_data
@@ -58,7 +61,8 @@ PAIRS = 400
 @dataclass(frozen=True)
 class Parts:
     """What a run works with once everything is up. `instances`: every worker it has had, the replaced ones too;
-    `client` is one for rollouts, `spread` the one that batches go through, `new_client` makes one for another URL."""
+    `client` is one for rollouts, `spread` the one that batches go through, `new_client` makes one for another URL;
+    `chat` is there where the recipe exposes it."""
 
     fleet: Fleet
     trainer: Any
@@ -77,6 +81,7 @@ class Parts:
     telemetry: Telemetry
     overlap_prompt: tuple[int, ...]
     instances: list[Worker]
+    chat: ChatServer | None
 
 
 class Session:
@@ -200,7 +205,7 @@ class Session:
 
     def _prepare(self, fleet: Fleet, trainer: Any, weights: Any, model_dir: Path, placement: Any) -> Parts:
         recipe, generation, tokenizer = self.recipe, self.recipe.policy.generation, self.tokenizer
-        task = make_task(recipe.data.dataset_name, tokenizer, recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
+        task = self._make_task(model_dir)
         model_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         gate = AdmissionGate()
         journal = RequestJournal(self.out / "requests.jsonl")
@@ -261,6 +266,11 @@ class Session:
                 on_transition=self._note_transition,
             )
 
+        chat = None
+        if generation.vllm_cfg.expose_http_server:
+            chat = self._stack.enter_context(chat_server(pool, gate, served, recipe, model_dir, journal))
+            write_atomically(self.out / "chat.json", json.dumps({"url": chat.url, "model": served.model}) + "\n")
+            self.say(f"chat at {chat.url}")
         records = self._stack.enter_context(RecordWriter(self.out / "rollouts.jsonl"))
         sinks = open_sinks(recipe.logger, self.out)
         telemetry = Telemetry(fleet, generation, sinks, lambda: len(self.report.steps))
@@ -283,20 +293,26 @@ class Session:
             telemetry=telemetry,
             overlap_prompt=probe_prompts(0, vocabulary, probe_length)[0],
             instances=instances,
+            chat=chat,
         )
+
+    def _make_task(self, model_dir: Path) -> Task:
+        recipe = self.recipe
+        if recipe.data.dataset_name == TOOL_DATA:
+            return ToolTask(load_template(recipe, model_dir), recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
+        return make_task(recipe.data.dataset_name, self.tokenizer, recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
 
     def _train(self, parts: Parts) -> None:
         steps, fleet = self.recipe.grpo.max_num_steps, parts.fleet
         self._refit(parts, 0)
         self._check_seeds(parts)
-        sockets = [NodeSockets.here()] if self._joined is None else self._joined.sockets(fleet)
-        self.report.sockets = checks.check_sockets(self.checks, sockets)
+        sockets = self._sockets(fleet)
+        self.report.sockets = checks.check_sockets(self.checks, sockets, self._told_ports())
         for step in range(1, steps + 1):
             self._step(parts, step)
             checks.check_stale_refused(self.checks, step, parts.refit)
             self._refit(parts, step)
-        prompts = [prompt.token_ids for prompt in parts.task.prompts(steps + 1)]
-        checks.check_post_update(self.checks, self._generate(parts, prompts, steps + 1), str(parts.refit.version))
+        checks.check_post_update(self.checks, self._last_completions(parts, steps + 1), str(parts.refit.version))
         self._check_overlap(parts)
         checks.check_routing(self.checks, fleet, parts.records.instance_ids)
         fleet.check_membership()
@@ -305,6 +321,18 @@ class Session:
         fleet.flush_logs()
         self._check_join(parts)
         self._keep_metrics(fleet)
+
+    def _sockets(self, fleet: Fleet) -> list[NodeSockets]:
+        """What the run listens on, on each of its nodes."""
+        found: list[NodeSockets] = [NodeSockets.here()] if self._joined is None else self._joined.sockets(fleet)
+        return found
+
+    def _told_ports(self) -> set[int]:
+        """Ports that the recipe names."""
+        return {self.recipe.policy.generation.dynamo_cfg.chat_port} - {0}
+
+    def _last_completions(self, parts: Parts, step: int) -> list[Completion]:
+        return self._generate(parts, parts.spread, [prompt.token_ids for prompt in parts.task.prompts(step)], step)
 
     def _step(self, parts: Parts, step: int) -> None:
         """Rollouts, with the snapshot made beside them, and one optimizer step."""
@@ -346,10 +374,12 @@ class Session:
         checks.await_cleared(parts.fleet, cleared)
         checks.check_overlap(self.checks, warm, routed())
 
-    def _check_join(self, parts: Parts) -> None:
+    def _check_join(self, parts: Parts) -> list[Attempt]:
+        """Returns every attempt of the run."""
         parts.journal.written().result()
         attempts = [one for file in sorted(self.out.glob("requests*.jsonl")) for one in read_attempts(file)]
         self.report.requests = checks.check_join(self.checks, attempts, parts.fleet, self.out / "logs")
+        return attempts
 
     def _check_seeds(self, parts: Parts) -> None:
         """One prompt to every worker, at temperature 1 whatever the recipe's, as long as an answer may be.
@@ -390,8 +420,10 @@ class Session:
         self.say(f"policy version {result.version} on every worker in {result.total_s:.2f} s (ms: {phases})")
         return result
 
-    def _generate(self, parts: Parts, prompts: list[tuple[int, ...]], step: int) -> list[Completion]:
-        """A completion for each prompt. What is lost with a worker is generated again, once, by a fleet made whole."""
+    def _generate(
+        self, parts: Parts, client: Completer[AskedType, FoundType], prompts: Sequence[AskedType], step: int
+    ) -> list[FoundType]:
+        """What comes of each prompt. What is lost with a worker is generated again, once, by a fleet made whole."""
         version = parts.refit.version
 
         def note_lost(index: int, error: RolloutError) -> None:
@@ -399,10 +431,12 @@ class Session:
 
         def make_whole() -> None:
             assert version is not None
+            if parts.chat is not None:
+                parts.chat.give_up("a worker was lost")  # no agent waits for it any more, but it holds the gate
             self._refit(parts, version, f"step{step}.replacement")
 
         return generate(
-            parts.spread,
+            client,
             parts.fleet,
             prompts,
             parts.sampling,
@@ -417,7 +451,7 @@ class Session:
         flat = [prompt.token_ids for prompt in prompts for _ in range(generations)]
         self.say(f"step {step}: {len(prompts)} prompts × {generations} generations")
         self.event(f"step {step}: generating")
-        completions = self._generate(parts, flat, step)
+        completions = self._generate(parts, parts.spread, flat, step)
         batch = score(prompts, completions, parts.task, self.recipe.grpo)
         parts.records.write(
             [
@@ -445,7 +479,7 @@ class Session:
                 for index, completion in enumerate(completions)
             ]
         )
-        checks.check_rollouts(self.checks, step, batch, parts.instances, self.recipe.checks)
+        checks.check_rollouts(self.checks, f"step{step}", batch, parts.instances, self.recipe.checks)
         return batch
 
 

@@ -55,7 +55,7 @@ LATER = ("rank-killed-mid-transfer",)
 WITH_EXPERTS = "rank-killed-generating"
 EXPERTS = ["policy.model_name=builtin:random-qwen3-moe", "data.dataset_name=token_set", "policy.optimizer.lr=0.5"]
 """In that case, which is a whole run of two ranks: the family in which most can go wrong (experts that transformers
-fuses, fewer KV heads than ranks, a padded vocabulary). All others are in test_families."""
+fuses, fewer KV heads than ranks, a padded vocabulary). All others are in test_family_runs."""
 TWO_WORKERS = ("cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2")
 
 

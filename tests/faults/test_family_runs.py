@@ -21,6 +21,11 @@ LAYOUTS = {
     "one": (),
     "tensor": (f"{GENERATION}.vllm_cfg.tensor_parallel_size=2", *TWO),
     "pipeline": (f"{GENERATION}.vllm_cfg.pipeline_parallel_size=2", *TWO),
+    "plan": (
+        f"{GENERATION}.vllm_cfg.tensor_parallel_size=2",
+        f"{GENERATION}.vllm_cfg.env_vars.VLLM_CPU_RESIDENT_WEIGHTS='1'",
+        *TWO,
+    ),
 }
 SMALL = sorted(name for name, shape in MADE.items() if shape.endswith("-small"))
 
@@ -38,6 +43,7 @@ def test_two_steps_are_proved(model, layout, tmp_path):
     ranks = 1 if layout == "one" else 2
     for refit in report["refits"]:
         assert len(refit["proved_bytes"]) == ranks
+        assert refit["by_plan"] == (layout == "plan" and "moe" not in model), refit["no_plan"]
         assert sum(refit["proved_bytes"]) >= refit["bytes_sent"], "padding, and what both ranks hold, come on top"
     padded = SHAPES[MADE[model]].vocab_size % 64
     assert padded, "no padding was proved"
