@@ -304,9 +304,11 @@ def report(
     Examples: ./build.py report cpu
               ./build.py report cuda --json
     """
-    from kit.release_report import say_report, write_release_report
+    from kit.release_page import write_release_page
+    from kit.release_report import report_release, say_report
 
-    found, page = write_release_report(name, history)
+    found = report_release(name, history)
+    page = write_release_page(found)
     if json:
         print(found.as_json())
     else:

@@ -67,7 +67,7 @@ _PIN = re.compile(
 
 
 def write_locks(profiles: list[str], *, upgrade: bool) -> None:
-    """Write the locks of the named sets (`kit`, `pages`, `cpu`, `cuda`), or of all."""
+    """Write the locks of the named sets (`kit`, `pages`, `gym`, `cpu`, `cuda`), or of all."""
     for profile in profiles or list(SETS):
         if profile not in SETS:
             raise UsageError(f"unknown lock set '{profile}'", f"choose from {', '.join(SETS)}")
