@@ -17,6 +17,7 @@ if _elsewhere and (_VENV / "bin/python").exists() and "KIT_NO_VENV" not in os.en
 
 try:
     import typer
+    from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]
 except ModuleNotFoundError as error:
     sys.exit(f"error: the kit's environment is missing ({error.name}): run `make env` in {_VENV.parent}")
 
@@ -31,6 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+PROGRAM, COMPLETE = "build.py", "_BUILD_PY_COMPLETE"
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Profile = Annotated[str, typer.Option(envvar="PROFILE", help="Which locked set: cpu or cuda.")]
@@ -302,9 +304,11 @@ def report(
     Examples: ./build.py report cpu
               ./build.py report cuda --json
     """
-    from kit.release_report import say_report, write_release_report
+    from kit.release_page import write_release_page
+    from kit.release_report import report_release, say_report
 
-    found, page = write_release_report(name, history)
+    found = report_release(name, history)
+    page = write_release_page(found)
     if json:
         print(found.as_json())
     else:
@@ -328,6 +332,21 @@ def night(
     closed = close_night(name, folder, history or folder.parent / "history.jsonl", failed)
     _answer(closed.model_dump_json(indent=2), json)
     raise typer.Exit(say_closed(closed))
+
+
+@app.command()
+def completion(shell: Annotated[str, typer.Argument(help="bash or zsh.")] = "bash") -> None:
+    """Print the shell's completion of this command line.
+
+    Example: eval "$(./build.py completion bash)"
+    """
+    from kit.errors import UsageError
+
+    if shell not in ("bash", "zsh"):
+        raise UsageError(f"no completion for '{shell}'", "choose bash or zsh")
+    script = get_completion_script(prog_name=PROGRAM, complete_var=COMPLETE, shell=shell)
+    # Wherever the script was called from: the shell knows the path that was typed.
+    print(script.replace(f"complete_zsh {PROGRAM})", 'complete_zsh "${words[1]}")'))
 
 
 @app.command()
@@ -364,8 +383,9 @@ def main() -> int:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup, and shells for what they start in the background
             signal.signal(number, _interrupt)
     command = typer.main.get_command(app)
+    completion_init()
     try:
-        status = command.main(standalone_mode=False, prog_name="build.py")
+        status = command.main(standalone_mode=False, prog_name=PROGRAM, complete_var=COMPLETE)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except typer.Exit as stop:

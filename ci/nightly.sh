@@ -121,7 +121,7 @@ stage_matrices() {
     echo "-- $line"
     mkdir -p "$night/matrix/$number"
     echo "$line" >"$night/matrix/$number/settings"
-    build run --name "$name" --network none --mount "$PWD/$night/matrix/$number:/out" -- \
+    build run --name "$name" --network none --mount "$(realpath "$night")/matrix/$number:/out" -- \
       functional "${settings[0]}" "${settings[@]:1}" --out /out </dev/null || failed=$((failed + 1))
   done <"$matrix"
   [ "$failed" = 0 ] || die1 "$failed of $number runs of the matrix failed"

@@ -39,8 +39,8 @@ class LockSet:
 # In this order: a trainer set takes its shared versions from the Dynamo set, so that files are equal and stored once.
 SETS = {
     "kit": (LockSet("kit", "kit", HOST_PYTHON),),
-    "gym": (LockSet("gym", "gym", "3.13", built="antlr4-python3-runtime"),),
     "pages": (LockSet("pages", "pages", HOST_PYTHON),),
+    "gym": (LockSet("gym", "gym", "3.13", built="antlr4-python3-runtime"),),
     "cpu": (
         LockSet("dynamo-cpu", "dynamo-cpu", "3.13", overrides="overrides-cpu"),
         LockSet("trainer-cpu", "trainer", "3.13", overrides="overrides-cpu", agrees_with="dynamo-cpu"),
@@ -67,7 +67,7 @@ _PIN = re.compile(
 
 
 def write_locks(profiles: list[str], *, upgrade: bool) -> None:
-    """Write the locks of the named sets (`kit`, `pages`, `cpu`, `cuda`), or of all."""
+    """Write the locks of the named sets (`kit`, `pages`, `gym`, `cpu`, `cuda`), or of all."""
     for profile in profiles or list(SETS):
         if profile not in SETS:
             raise UsageError(f"unknown lock set '{profile}'", f"choose from {', '.join(SETS)}")

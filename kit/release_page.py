@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
 
+from kit.files import write_atomic
+from kit.layout import release
 from kit.release_report import ReleaseReport
 from kit.steps import seconds_text, size_text
 
@@ -35,6 +38,13 @@ svg text { font-size: 12px; fill: var(--text); } .axis { stroke: var(--quiet); f
   tr { border-bottom: 1px solid var(--rule); padding: 6px 0; } th, td { border: 0; padding: 1px 0; } }
 @media print { body { font-size: 11px; } .plots { grid-template-columns: 1fr 1fr; } }
 """
+
+
+def write_release_page(report: ReleaseReport) -> Path:
+    """`dist/NAME/report.html`."""
+    path = release(report.name).folder / "report.html"
+    write_atomic(path, render_page(report))
+    return path
 
 
 def render_page(report: ReleaseReport) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kit.errors import KitError
-from kit.files import write_atomic
 from kit.layout import REPO, Release, release
 from kit.nights import Night, read_nights, suite_seconds
 from kit.oci import layout_image, read_manifest
@@ -81,16 +80,6 @@ def report_release(name: str, history: Path | None = None) -> ReleaseReport:
         status=record.functional.status if record.functional else "not run",
         page=f"{made.functional.name}/{page.name}" if page.is_file() else None,
     )
-
-
-def write_release_report(name: str, history: Path | None = None) -> tuple[ReleaseReport, Path]:
-    """`dist/NAME/report.html`, and what is in it."""
-    from kit.release_page import render_page
-
-    report = report_release(name, history)
-    path = release(name).folder / "report.html"
-    write_atomic(path, render_page(report))
-    return report, path
 
 
 def say_report(report: ReleaseReport, page: Path) -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]
 
-from functional.runtime.errors import RunError
+from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet import guard
 from functional.suite.cluster import ray_environment
 
 GRACE_S = 60.0
+COMPLETE = "_FUNCTIONAL_COMPLETE"
 
 app = typer.Typer(
     add_completion=False,
@@ -141,26 +143,6 @@ def compare_routers(
     raise typer.Exit(run_module("functional.suite.compare_routers", recipe, out, *words))
 
 
-@app.command("serve-chat")
-def serve_chat(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    out: Annotated[Path, typer.Option(help="Folder for the report, records and logs.")] = Path("functional-chat"),
-    host: Annotated[str, typer.Option(help="Address to listen on; one of this machine's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.")] = 0,
-) -> None:
-    """Start the recipe's fleet, and serve chat with exact token IDs until stopped (docs/chat.md).
-
-    Prints the server's URL once it answers; OUT/chat.json has it too.
-
-    Example: functional serve-chat recipes/agent_cpu.yaml --port 8000 --out /tmp/chat
-    """
-    dynamo = "policy.generation.dynamo_cfg"
-    words = ["policy.generation.vllm_cfg.expose_http_server=true", f"{dynamo}.chat_host={host}"]
-    words.append(f"{dynamo}.chat_port={port}")
-    raise typer.Exit(run_module("functional.suite.serve", recipe, out, *words, *(overrides or [])))
-
-
 @app.command()
 def report(
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a run that has a report.json.")],
@@ -190,6 +172,26 @@ def doctor(
     raise typer.Exit(show_findings(out, as_json))
 
 
+@app.command("serve-chat")
+def serve_chat(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for the report, records and logs.")] = Path("functional-chat"),
+    host: Annotated[str, typer.Option(help="Address to listen on; one of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.")] = 0,
+) -> None:
+    """Start the recipe's fleet, and serve chat with exact token IDs until stopped (docs/chat.md).
+
+    Prints the server's URL once it answers; OUT/chat.json has it too.
+
+    Example: functional serve-chat recipes/agent_cpu.yaml --port 8000 --out /tmp/chat
+    """
+    dynamo = "policy.generation.dynamo_cfg"
+    words = ["policy.generation.vllm_cfg.expose_http_server=true", f"{dynamo}.chat_host={host}"]
+    words.append(f"{dynamo}.chat_port={port}")
+    raise typer.Exit(run_module("functional.suite.serve", recipe, out, *words, *(overrides or [])))
+
+
 @app.command("make-model")
 def make_model_command(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],
@@ -214,6 +216,17 @@ def make_model_command(
     except (FileExistsError, ValueError) as error:
         raise RunError(str(error)) from error
     typer.echo(json.dumps(asdict(summary), indent=2))
+
+
+@app.command()
+def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish.")] = "bash") -> None:
+    """Print the shell's completion of this command line.
+
+    Example: eval "$(functional completion bash)"
+    """
+    if shell not in ("bash", "zsh", "fish"):
+        raise ConfigError(f"no completion for {shell!r}: choose bash, zsh or fish")
+    typer.echo(get_completion_script(prog_name="functional", complete_var=COMPLETE, shell=shell))
 
 
 def run_module(module: str, recipe: Path, out: Path, *words: str) -> int:
@@ -249,8 +262,9 @@ def run_guarded(command: list[str], folder: str) -> int:
 
 def main() -> None:
     """Entry point: one line for an error the user can act on."""
+    completion_init()
     try:
-        app()
+        app(prog_name="functional", complete_var=COMPLETE)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -69,9 +69,9 @@ def run(
         print(f"error: {error}", file=sys.stderr)
         return 2
     log_dir = make_folders(out)
+    write_atomically(out / "recipe.json", json.dumps(report.recipe, indent=2) + "\n")
     if session_type is None:
         session_type = AgentSession if prepared.recipe.data.dataset_name == TOOL_DATA else Session
-    write_atomically(out / "recipe.json", json.dumps(report.recipe, indent=2) + "\n")
     session = session_type(prepared, report, out, run_dir)
     for warning in report.warnings:
         session.say(f"warning: {warning}")

@@ -66,8 +66,8 @@ def test_each_fault_comes_to_its_end_and_nothing_is_left(way, tmp_path):
     assert {f"fault.{name}" for name in EXPECTED} <= passed
     assert sum(name.startswith("fault.failing-send-") for name in passed) == 4
     assert "teardown.nothing_left" in passed
-    assert {refit["by_plan"] for refit in report["refits"]} == {way == "plan"}
     assert {one.cause for one in examine(RunFolder.open(out))} >= DIAGNOSED
+    assert {refit["by_plan"] for refit in report["refits"]} == {way == "plan"}
     shut = [t for t in report["refit_transitions"] if t["after"] != "serving"]
     assert not any(t["admission"] for t in shut)
     launched = {int(slot): seeds for slot, seeds in report["topology"]["seeds"].items()}
