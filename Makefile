@@ -6,7 +6,7 @@ export PROFILE NAME IMAGE REGISTRY KEEP
 
 BUILD = .venv/bin/python build.py
 
-.PHONY: env ready lock fetch image push sqsh functional submit verify bench demo test test-full clean distclean
+.PHONY: nightly report doctor env ready lock fetch image push sqsh functional submit verify bench demo test test-full clean distclean
 
 # Each command first checks that this machine has what it needs, and names what is missing; with CI=true, and for `demo`
 # and `test`, missing system packages are installed and their names printed.
@@ -42,8 +42,18 @@ submit: env
 verify: env
 	@$(BUILD) verify
 
-# Measures what BENCH names: sqsh, rollout (docs/bench/$(BENCH).md), refit, refit-scale (docs/performance.md). ARGS adds
-# options.
+# A release's chain, sizes, times and nights; what this machine lacks; a whole night (docs/nightly.md).
+report: env
+	@$(BUILD) report
+
+doctor: env
+	@$(BUILD) doctor
+
+nightly:
+	@ci/nightly.sh --profile $(PROFILE) --name $(NAME) $(ARGS)
+
+# Measures what BENCH names: sqsh, rollout, chat (docs/bench/$(BENCH).md), refit, refit-scale (docs/performance.md).
+# ARGS adds options.
 BENCH ?= sqsh
 bench: ready
 	@$(BUILD) services start

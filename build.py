@@ -17,6 +17,7 @@ if _elsewhere and (_VENV / "bin/python").exists() and "KIT_NO_VENV" not in os.en
 
 try:
     import typer
+    from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]
 except ModuleNotFoundError as error:
     sys.exit(f"error: the kit's environment is missing ({error.name}): run `make env` in {_VENV.parent}")
 
@@ -31,6 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+PROGRAM, COMPLETE = "build.py", "_BUILD_PY_COMPLETE"
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Profile = Annotated[str, typer.Option(envvar="PROFILE", help="Which locked set: cpu or cuda.")]
@@ -290,6 +292,81 @@ def diff(
     raise typer.Exit(int(not difference.equal) if json else report_difference(difference))
 
 
+@app.command()
+def report(
+    name: Annotated[str, typer.Argument(envvar="NAME")] = "cpu",
+    history: Annotated[Path | None, typer.Option(help="Timings of nights; dist/nightly/history.jsonl.")] = None,
+    json: Json = False,
+) -> None:
+    """Show a release: chain, sizes, layers, times, nights; dist/NAME/report.html has it for people.
+
+    \b
+    Examples: ./build.py report cpu
+              ./build.py report cuda --json
+    """
+    from kit.release_page import write_release_page
+    from kit.release_report import report_release, say_report
+
+    found = report_release(name, history)
+    page = write_release_page(found)
+    if json:
+        print(found.as_json())
+    else:
+        say_report(found, page)
+
+
+@app.command()
+def night(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The night's, with stages.tsv of ci/nightly.sh.")],
+    name: Name = "cpu",
+    history: Annotated[Path | None, typer.Option(help="Timings of all nights; history.jsonl beside FOLDER.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="A stage failed: times are kept, and not judged.")] = False,
+    json: Json = False,
+) -> None:
+    """Keep the timings of a night, and hold them against the nights before: exit status 1 for a regression.
+
+    Example: ./build.py night dist/nightly/2026-01-01T000000Z-cpu --name cpu
+    """
+    from kit.night import close_night, say_closed
+
+    closed = close_night(name, folder, history or folder.parent / "history.jsonl", failed)
+    _answer(closed.model_dump_json(indent=2), json)
+    raise typer.Exit(say_closed(closed))
+
+
+@app.command()
+def completion(shell: Annotated[str, typer.Argument(help="bash or zsh.")] = "bash") -> None:
+    """Print the shell's completion of this command line.
+
+    Example: eval "$(./build.py completion bash)"
+    """
+    from kit.errors import UsageError
+
+    if shell not in ("bash", "zsh"):
+        raise UsageError(f"no completion for '{shell}'", "choose bash or zsh")
+    script = get_completion_script(prog_name=PROGRAM, complete_var=COMPLETE, shell=shell)
+    # Wherever the script was called from: the shell knows the path that was typed.
+    print(script.replace(f"complete_zsh {PROGRAM})", 'complete_zsh "${words[1]}")'))
+
+
+@app.command()
+def doctor(
+    profile: Profile = "cpu",
+    json: Json = False,
+) -> None:
+    """Check this machine for the pipeline: tools, versions, disk, registry, GPUs, driver. Exit status 1 with a problem.
+
+    \b
+    Examples: ./build.py doctor
+              ./build.py doctor --profile cuda --json
+    """
+    from kit.doctor import examine_host, say_findings
+
+    findings = examine_host(profile)
+    _answer(findings.model_dump_json(indent=2), json)
+    raise typer.Exit(say_findings(findings))
+
+
 def _answer(text: str, json: bool) -> None:
     if json:
         print(text)
@@ -306,8 +383,9 @@ def main() -> int:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup, and shells for what they start in the background
             signal.signal(number, _interrupt)
     command = typer.main.get_command(app)
+    completion_init()
     try:
-        status = command.main(standalone_mode=False, prog_name="build.py")
+        status = command.main(standalone_mode=False, prog_name=PROGRAM, complete_var=COMPLETE)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except typer.Exit as stop:

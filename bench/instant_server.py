@@ -1,4 +1,5 @@
-"""An HTTP server on loopback that answers completions at once, in the shape and size of Dynamo 1.3.0.post1's answers.
+"""An HTTP server on loopback that answers at once, in the shape and size of Dynamo 1.3.0.post1's answers: completions
+and chat.
 
     python -m bench.instant_server HOLD
 
@@ -10,10 +11,13 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from aiohttp import web
+
+Answer = Callable[[int], dict[str, Any]]
 
 VOCAB_SIZE = 151_936
 MODEL = "instant"
@@ -24,18 +28,24 @@ class Server:
     def __init__(self, hold: int) -> None:
         self._missing = hold
         self._all_here = asyncio.Event()
-        self._templates: dict[int, tuple[bytes, bytes, bytes]] = {}
+        self._templates: dict[tuple[Answer, int], tuple[bytes, bytes, bytes]] = {}
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._respond(request, b'"prompt":', answer)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._respond(request, b'"token_data":', chat_answer)
+
+    async def _respond(self, request: web.Request, prompt_key: bytes, make: Answer) -> web.StreamResponse:
         body = await request.read()
         self._missing -= 1
         if self._missing <= 0:
             self._all_here.set()
         await self._all_here.wait()
-        asked = body.index(b'"prompt":') + len(b'"prompt":')
+        asked = body.index(prompt_key) + len(prompt_key)
         prompt = body[asked : body.index(b"]", asked) + 1]
         limit = body.index(b'"max_tokens":') + len(b'"max_tokens":')
-        before, between, after = self._template(int(body[limit : body.index(b",", limit)]))
+        before, between, after = self._template(make, int(body[limit : body.index(b",", limit)]))
         request_id = request.headers["x-dynamo-request-id"].encode()
         response = web.StreamResponse(headers={"content-type": "application/json"})
         response.enable_chunked_encoding()  # as the frontend does
@@ -44,13 +54,13 @@ class Server:
         await response.write_eof()
         return response
 
-    def _template(self, tokens: int) -> tuple[bytes, bytes, bytes]:
-        if tokens not in self._templates:
-            text = msgspec.json.encode(answer(tokens))
+    def _template(self, make: Answer, tokens: int) -> tuple[bytes, bytes, bytes]:
+        if (make, tokens) not in self._templates:
+            text = msgspec.json.encode(make(tokens))
             before, rest = text.split(b"<request>")
             between, after = rest.split(b'"<prompt>"')
-            self._templates[tokens] = before, between, after
-        return self._templates[tokens]
+            self._templates[make, tokens] = before, between, after
+        return self._templates[make, tokens]
 
 
 def answer(tokens: int) -> dict[str, Any]:
@@ -109,9 +119,21 @@ def answer(tokens: int) -> dict[str, Any]:
     }
 
 
+def chat_answer(tokens: int) -> dict[str, Any]:
+    """The same as a chat completion."""
+    plain = answer(tokens)
+    (choice,) = plain["choices"]
+    content = [{**alternatives[0], "top_logprobs": alternatives} for alternatives in choice["logprobs"]["top_logprobs"]]
+    message = {"content": choice["text"], "role": "assistant", "reasoning_content": None}
+    chosen = {"index": 0, "message": message, "finish_reason": "length", "logprobs": {"content": content}}
+    return plain | {"id": "chatcmpl-<request>", "object": "chat.completion", "choices": [chosen]}
+
+
 async def serve(hold: int) -> None:
     app = web.Application(client_max_size=1 << 30)
-    app.router.add_post("/v1/completions", Server(hold).complete)
+    server = Server(hold)
+    app.router.add_post("/v1/completions", server.complete)
+    app.router.add_post("/v1/chat/completions", server.chat)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)

@@ -135,14 +135,24 @@ def summary(results: list[dict[str, Any]]) -> dict[str, list[str]]:
         f"{result['about']['processors']}; {result['about']['load']:.1f}" for result in results
     ]
     cells["rounds"] = [str(len(result["rows"][KIT])) for result in results]
-    cells["**admission shut to open**, proof and probe included"] = [shut(result) for result in results]
+    open_again = [f"**{milliseconds(shut(one))}**" for one in results]
+    cells["**admission shut to open**, proof and probe included"] = open_again
+    cells["the same without the probe"] = [milliseconds(shut(one, without="probe")) for one in results]
+    cells["growth of each GPU's memory over the rounds, MiB"] = [growth(one["about"]) for one in results]
     for way in results[0]["rows"]:
         cells[way] = [milliseconds(median(result["rows"][way], "total")) for result in results]
     return cells
 
 
-def shut(result: dict[str, Any]) -> str:
-    return f"**{milliseconds(median(result['rows'][KIT], 'shut'))}**"
+def shut(result: dict[str, Any], without: str = "") -> float:
+    rows: list[dict[str, float]] = result["rows"][KIT]
+    return statistics.median(row["shut"] - row.get(without, 0.0) for row in rows)
+
+
+def growth(about: dict[str, Any]) -> str:
+    """From the first round that counts, by when each way has been gone once, to the last."""
+    used = about.get("memory_mib", [])[1:]
+    return ", ".join(str(last - first) for first, last in zip(used[0], used[-1], strict=True)) if used else ""
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -55,8 +55,8 @@ def measured(name: str) -> list[dict[str, Any]]:
 INTRODUCTION = """## Refit at scale
 
 Made by `make bench BENCH=refit-scale`: the real transaction against simulated workers, each a real HTTP server on
-loopback that answers at once, with the manifest and the proof of a Qwen3-8B. {processors} processors, which the servers
-share. Milliseconds, medians: of the driver's processor time, a worker; and wall time of the whole update.
+loopback that answers at once, with the manifest of a Qwen3-8B, updated by plan. {processors} processors, which the
+servers share. Milliseconds, medians: of the driver's processor time, a worker; and wall time of the whole update.
 
 | workers | control calls | with the probe's requests | wall, control | wall, all | updates counted |
 |---:|---:|---:|---:|---:|---:|"""

@@ -41,7 +41,8 @@ def main() -> None:
     parts = [arguments.only] if arguments.only else ["instant", "memory", "real"]
     try:
         for part in parts:
-            found[part] = run_inside(part, arguments.rounds, arguments.name or newest_release(), arguments.packages)
+            name = arguments.name or newest_release()
+            found[part] = run_inside("rollout_inside", part, arguments.rounds, name, arguments.packages)
     except KitError as error:
         sys.exit(f"error: {error}")
     found["processors"] = os.cpu_count()
@@ -52,15 +53,15 @@ def main() -> None:
     print(page)
 
 
-def run_inside(part: str, rounds: int, name: str, packages: Path | None) -> Any:
-    """What bench.rollout_inside prints to its file for this part, in the release's squashfs with this tree's code."""
+def run_inside(module: str, part: str, rounds: int, name: str, packages: Path | None = None) -> Any:
+    """What bench.MODULE writes to its file for this part, in the release's squashfs with this tree's code."""
     folder = Path(tempfile.mkdtemp(prefix="bench-rollout-"))
     mounts = [f"{REPO / place}:/src/{place}:ro" for place in MOUNTED] + [f"{folder}:/out"]
     env = ["PYTHONPATH=/src", "PYTHONDONTWRITEBYTECODE=1"]
     if packages is not None:
         mounts.append(f"{packages.absolute()}:/packages:ro")
         env[0] += ":/packages"
-    script = f"cd /src && python -m bench.rollout_inside {part} {rounds} /out"
+    script = f"cd /src && python -m bench.{module} {part} {rounds} /out"
     container = make_container(release(name).sqsh, ["bash", "-c", script], mounts, env, "none")
     status = run_container(container).status
     if status != 0:

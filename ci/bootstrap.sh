@@ -4,6 +4,7 @@
 #   ci/bootstrap.sh          say what is missing; install nothing into the system
 #   ci/bootstrap.sh --yes    install the missing system packages too (so does CI=true)
 #   ci/bootstrap.sh [--yes] --slurm   what a local Slurm needs (ci/slurm/local.sh), and nothing else
+#   ci/bootstrap.sh [--yes] --pages   what tests of pages need (ci/pages-env.sh), and nothing else
 #
 # Programs that run as services (Docker's engine, the registry) are never installed into the system: their packages are
 # unpacked under .state and run from there. A Docker that is already here is used if it can do what the build needs.
@@ -11,11 +12,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 state=$(realpath -m "${KIT_STATE:-.state}")
 yes=${CI:-}
-for_slurm=
+other=
 for word in "$@"; do
   case $word in
     --yes) yes=true ;;
-    --slurm) for_slurm=true ;;
+    --slurm | --pages) other=$word ;;
   esac
 done
 
@@ -49,7 +50,12 @@ slurm_needs=(
   "slurmd slurmd"
   "squashfuse squashfuse"
 )
-[ -z "$for_slurm" ] || needs=("${slurm_needs[@]}")
+# A browser draws the pages that tests look at.
+pages_needs=("chromium chromium" "/usr/share/fonts/truetype/dejavu/DejaVuSans.ttf fonts-dejavu-core")
+case $other in
+  --slurm) needs=("${slurm_needs[@]}") ;;
+  --pages) needs=("${pages_needs[@]}") ;;
+esac
 
 # An unreachable archive is an error at once, not a warning followed by others.
 apt_options=(-o APT::Update::Error-Mode=any -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20)
@@ -131,7 +137,7 @@ fi
 mkdir -p "$state"
 echo "$version" >"$state/version"
 install_system_packages
-[ -z "$for_slurm" ] || exit 0
+[ -z "$other" ] || exit 0
 choose_engine
 if is_debian; then
   unpack_once runtime "$(ci/suite.sh own)" runc docker-registry

@@ -6,6 +6,7 @@
 #   ci/gpu_release.sh take FOLDER    there, for each part in any order: checks it and keeps it in STORE
 #   ci/gpu_release.sh run [WORD …]   there: joins the parts, checks the sum, runs ./build.py functional WORD …;
 #                                    OUT/release.tgz takes the record, the report and the logs
+#   ci/gpu_release.sh night [WORD …]  there: joins the parts, then ci/nightly.sh as far as it goes there; OUT/night.tgz
 #   ci/gpu_release.sh bring FILE     here: puts a release.tgz into the record of dist/NAME
 #
 # NAME (cuda-trixie) is the release; CARRY (.carry) and PART_BYTES (60000000) say where parts go and how large they are;
@@ -27,8 +28,9 @@ main() {
   pack) pack ;;
   take) take "${2:?name the folder of a part}" ;;
   run) run "${@:2}" ;;
+  night) night "${@:2}" ;;
   bring) .venv/bin/python build.py functional --name "$name" --from "${2:?name a release.tgz}" ;;
-  *) die "choose pack, take FOLDER, run or bring FILE" ;;
+  *) die "choose pack, take FOLDER, run, night or bring FILE" ;;
   esac
 }
 
@@ -82,6 +84,18 @@ run() {
   export PYTHONPATH=$store/kit
   timeout --kill-after=60 "${DEADLINE_S:-540}" "$python" build.py functional --name "$name" --engine own "$@" || status=$?
   mkdir -p "$out"
+  tar czf "$out/release.tgz" --ignore-failed-read --exclude="$name.sqsh" -C "$release" .
+  return "$status"
+}
+
+# The stages that a machine without an engine and a registry can carry out.
+night() {
+  join
+  local status=0 out=${OUT:-$PWD/gpu-out}
+  mkdir -p "$out"
+  PYTHONPATH=$store/kit PYTHON=$python PUBLISH=$store/nightly SLURM=never timeout --kill-after=60 "${DEADLINE_S:-540}" \
+    ci/nightly.sh --profile "${PROFILE:-$name}" --name "$name" --stages "${STAGES:-functional,matrices}" "$@" || status=$?
+  tar czf "$out/night.tgz" -C "$store" nightly
   tar czf "$out/release.tgz" --ignore-failed-read --exclude="$name.sqsh" -C "$release" .
   return "$status"
 }

@@ -11,8 +11,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 all=(static unit road stations slurm inside faults)
 # Seconds that each part takes at most on a fast machine of 2 processors. All parts of `make test` together, those to come
 # included, stay below 38 minutes there.
-declare -A budget=([prepare]=120 [static]=20 [unit]=40 [road]=300 [stations]=400 [slurm]=180 [inside]=480 [faults]=720 [full]=2400)
+declare -A budget=([prepare]=120 [static]=20 [unit]=40 [road]=300 [stations]=400 [slurm]=180 [inside]=480 [faults]=900 [full]=2400)
 build=(.venv/bin/python build.py)
+gym=$(realpath -m "${KIT_STATE:-.state}")/gym # made by ci/gym-env.sh
 pytest=(env -u KEEP .venv/bin/python -m pytest -q)
 summary=()
 
@@ -34,7 +35,7 @@ static() {
   .venv/bin/python -m ruff format --check .
   .venv/bin/python -m mypy
   .venv/bin/lint-imports --no-logo --no-cache
-  git ls-files -z -- '*.sh' ci/slurm/ray.sub .ci/run | xargs -0 shellcheck
+  git ls-files -z -- '*.sh' ci/slurm/ray.sub .ci/run 'tests/slurm/stand_ins/*' | xargs -0 shellcheck
 }
 
 unit() {
@@ -63,6 +64,7 @@ slurm() {
 # Longer matrices: `make test-full` alone runs them.
 full() {
   "${pytest[@]}" -m full
+  ci/gym-env.sh
   in_image fault-tests.sh full
 }
 
@@ -79,6 +81,9 @@ faults() {
 in_image() {
   local mounts=(--mount "$PWD/tests:/src/tests:ro" --mount "$PWD/functional:/src/functional:ro")
   mounts+=(--mount "$PWD/pyproject.toml:/src/pyproject.toml:ro" --mount "$PWD/ci:/src/ci:ro")
+  if [ -d "$gym" ]; then
+    mounts+=(--mount "$gym:/opt/gym:ro" --env NEMO_GYM=/opt/gym)
+  fi
   "${build[@]}" run "${mounts[@]}" --network none -- bash "/src/ci/$1" "${@:2}"
 }
 

@@ -18,6 +18,7 @@ from kit.errors import KitError, UsageError
 from kit.files import sha256_of
 from kit.layout import REPO, Release, only_run, release, scratch_folder
 from kit.record import FunctionalSection, Record, add_section, read_record
+from kit.release_facts import write_facts
 from kit.report import read_report
 from kit.run import Container, Ended, check_squashfs, parse_env, parse_mount, run_container
 from kit.steps import say
@@ -31,6 +32,7 @@ OF_THE_IMAGE = {
     *(("/", name) for name in ("bin", "etc", "lib", "lib64", "opt", "results", "root", "sbin", "usr")),
 }
 WORK_PREFIX = ".functional-"
+PAGES = ("report.html", "report.md")
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def run_functional(
             shutil.rmtree(left, ignore_errors=True)
         results = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=made.folder))
         try:
+            write_facts(record, results)
             say(f"running the suite in {made.sqsh.name}; its log goes to {made.functional}/logs at the end")
             ended = run_container(_container(made, results, recipes, overrides, asked, variables), engine)
             record_results(made, record, results, ended)
@@ -217,6 +220,7 @@ def _section(record: Record, results: Path, made: Release, status: int) -> Funct
         passed=counts.passed,
         failed=counts.failed,
         skipped=counts.skipped,
+        pages={name: sha256_of(results / name) for name in PAGES if (results / name).is_file()},
     )
 
 

@@ -17,6 +17,7 @@ from kit.layout import REPO, Release, inputs_dir, only_run, release, state_dir
 from kit.lock import check_pins
 from kit.oci import blob, image_size, layout_image, read_manifest
 from kit.record import ImageSection, read_record, start_record
+from kit.release_facts import checked_out_commit
 from kit.services import Docker, check_engine, content_store, engine
 from kit.sources import input_hashes
 from kit.steps import complete_step, size_text
@@ -63,6 +64,7 @@ def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool 
             key=key,
             inputs=hashes,
             source_date_epoch=epoch,
+            commit=checked_out_commit(),
         )
         start_record(target.record, section)
         step.note(f"{len(section.layers)} layers, {size_text(section.size)}, {section.digest}")

@@ -23,18 +23,24 @@ HOST_PYTHON = "3.11"
 
 @dataclass(frozen=True)
 class LockSet:
-    """One lockfile: what it is made from, for which Python, and which other lock it must agree with."""
+    """One lockfile: what it is made from, for which Python, and which other lock it must agree with.
+
+    built: a package that is published as source only, and made into a wheel where it is installed.
+    """
 
     name: str
     source: str
     python: str
     overrides: str | None = None
     agrees_with: str | None = None
+    built: str | None = None
 
 
 # In this order: a trainer set takes its shared versions from the Dynamo set, so that files are equal and stored once.
 SETS = {
     "kit": (LockSet("kit", "kit", HOST_PYTHON),),
+    "pages": (LockSet("pages", "pages", HOST_PYTHON),),
+    "gym": (LockSet("gym", "gym", "3.13", built="antlr4-python3-runtime"),),
     "cpu": (
         LockSet("dynamo-cpu", "dynamo-cpu", "3.13", overrides="overrides-cpu"),
         LockSet("trainer-cpu", "trainer", "3.13", overrides="overrides-cpu", agrees_with="dynamo-cpu"),
@@ -61,7 +67,7 @@ _PIN = re.compile(
 
 
 def write_locks(profiles: list[str], *, upgrade: bool) -> None:
-    """Write the locks of the named sets (`kit`, `cpu`, `cuda`), or of all."""
+    """Write the locks of the named sets (`kit`, `pages`, `gym`, `cpu`, `cuda`), or of all."""
     for profile in profiles or list(SETS):
         if profile not in SETS:
             raise UsageError(f"unknown lock set '{profile}'", f"choose from {', '.join(SETS)}")
@@ -148,6 +154,8 @@ def _compile(lock: LockSet, upgrade: bool) -> Path:
             "--no-annotate",
             f"--output-file={part}",
         ]
+        if lock.built is not None:
+            argv.append(f"--no-binary={lock.built}")
         if lock.overrides is not None:
             argv.append(f"--override={LOCKFILES / lock.overrides}.txt")
         if lock.agrees_with is not None:

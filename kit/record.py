@@ -43,6 +43,9 @@ class ImageSection(Section):
     key: Sha256 = Field(description="Hash over everything that went into the build; equal key, equal image.")
     inputs: dict[str, str] = Field(description="sha256 of each lockfile, base and source tree that went in.")
     source_date_epoch: int
+    commit: str | None = Field(
+        None, description="Of the checkout that was built, `-dirty` with changes; none outside git."
+    )
 
 
 class PushSection(Section):
@@ -76,6 +79,7 @@ class FunctionalSection(Section):
     passed: NonNegativeInt
     failed: NonNegativeInt
     skipped: NonNegativeInt
+    pages: dict[str, Sha256] = Field(default_factory=dict, description="Pages for people beside it, by file name.")
 
     @property
     def subject(self) -> str:

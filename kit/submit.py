@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import tempfile
@@ -25,6 +26,7 @@ from kit.steps import say, seconds_text
 SCRIPT = REPO / "ray.sub"
 BACKENDS = ("", "pyxis", "enroot", "oci", "runner")
 LOOK_S = 2.0  # between two looks at a job; each asks Slurm's controller
+PROGRESS = re.compile(r"\[ *\d+\.\d s\] ")  # how each line of the suite's own progress begins
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,8 @@ def _as_text(asked: Asked) -> str:
 
 
 def _followed(number: str, logs: Path) -> slurm.Job:
-    """Until the job has ended; each state and each phase is said as it comes."""
-    said, state = 0, ""
+    """Until the job has ended; each state, each phase and each line of the suite's progress is said as it comes."""
+    said, read, state = 0, 0, ""
     while True:
         job = slurm.job(number)
         phases = list(_phases(logs))
@@ -142,6 +144,9 @@ def _followed(number: str, logs: Path) -> slurm.Job:
         for phase in phases[said:]:
             say(_as_line(phase, phases[0]["at"]))
         said = len(phases)
+        progress, read = _progress(logs / "driver.log", read)
+        for line in progress:
+            say(f"{'':>12}  {line}")
         if job.ended:
             return job
         time.sleep(LOOK_S)
@@ -167,6 +172,18 @@ def _phases(logs: Path) -> Iterator[dict[str, Any]]:
     for line in text.splitlines(keepends=True):
         if line.endswith("\n"):
             yield json.loads(line)
+
+
+def _progress(log: Path, start: int) -> tuple[list[str], int]:
+    """The suite's lines of progress among the whole lines from byte `start`, and where the next line begins."""
+    try:
+        with log.open("rb") as file:
+            file.seek(start)
+            text, end, _ = file.read().rpartition(b"\n")
+    except FileNotFoundError:
+        return [], start
+    lines = text.decode(errors="replace").splitlines()
+    return [line for line in lines if PROGRESS.match(line)], start + len(text) + len(end)
 
 
 def _copied(made: Release, results: Path) -> Path:

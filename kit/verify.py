@@ -160,6 +160,9 @@ def _functional(made: Release, record: Record, section: FunctionalSection) -> It
         yield Finding(section="functional", what="report", result="failed", detail=f"{path} is missing")
         return
     yield _same("functional", "sha256 of the report", section.sha256, sha256_of(path))
+    for name, sha256 in section.pages.items():
+        page = path.with_name(name)
+        yield _same("functional", f"sha256 of {name}", sha256, sha256_of(page) if page.is_file() else "none")
     try:
         report = read_report(path)
     except KitError as error:

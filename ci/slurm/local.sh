@@ -223,6 +223,7 @@ mounts() {
   mkdir -p /run/slurm/etc
   mount --bind "$state/etc" /run/slurm/etc
   if [ -d $freezer ]; then
+    umount --recursive /sys/fs/cgroup # programs read in mountinfo what is covered, too
     mount -t tmpfs -o mode=755 tmpfs /sys/fs/cgroup
     for controller in $(tail -n +2 /proc/cgroups | cut -f1); do
       mkdir "/sys/fs/cgroup/$controller"

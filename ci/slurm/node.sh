@@ -122,13 +122,14 @@ withdraw() {
   exit 0
 }
 
+# Without `return`: in a trap, bash 5.2 leaves the trap's own function with it.
 remove() {
   local try
   for try in 1 2 3; do
-    rm -rf "$1" 2>/dev/null && return
+    ! rm -rf "$1" 2>/dev/null || break
     chmod -R u+rwX "$1" 2>/dev/null || sleep "$try"
   done
-  echo "error: $node: cannot remove $1" >&2
+  [ ! -e "$1" ] || echo "error: $node: cannot remove $1" >&2
 }
 
 enter() {
@@ -141,17 +142,19 @@ enter() {
 }
 
 enter_runner() {
-  local options=() mount mounts name
+  local options mount mounts
+  mapfile -t options < <(of_the_step)
   IFS=, read -ra mounts <<<"$JOB_MOUNTS"
   for mount in "${mounts[@]}"; do
     options+=(--mount "$mount")
   done
-  # Names alone: values would be there for all to see.
-  for name in $(compgen -e | grep -E '^(SLURM_|SLURMD_|CUDA_VISIBLE_DEVICES$)'); do
-    options+=(--env "$name")
-  done
   cd "$KIT" || die "cannot enter $KIT, the kit's folder: it must be on a file system that all nodes share"
   PYTHONDONTWRITEBYTECODE=1 exec "$(new_python)" -m kit.node_run --sqsh "$CONTAINER" "${options[@]}" -- "$@"
+}
+
+# Options that bring into the container what differs from step to step. Names alone: values would be there for all to see.
+of_the_step() {
+  compgen -e | sed -nE 's/^(SLURMD?_.*|CUDA_VISIBLE_DEVICES)$/--env\n\1/p'
 }
 
 new_python() {
@@ -166,7 +169,8 @@ new_python() {
 }
 
 enter_enroot() {
-  local options=() mount mounts
+  local options mount mounts
+  mapfile -t options < <(of_the_step)
   IFS=, read -ra mounts <<<"$JOB_MOUNTS"
   for mount in "${mounts[@]}"; do
     options+=(--mount "${mount%:ro}:none:x-create=auto,rbind$([[ "$mount" != *:ro ]] || echo ,ro)")
@@ -181,7 +185,11 @@ attach() {
     [ "$(readlink "/proc/$pid/ns/mnt")" = "$(readlink /proc/self/ns/mnt)" ] || break
   done
   [ -n "${pid:-}" ] || die "no container of job $SLURM_JOB_ID is running here"
-  local inside=(nsenter --target "$pid" --user --preserve-credentials --mount --uts --ipc --pid)
+  # Only what is the container's own: of the node's namespaces, which pyxis and enroot keep, a user may enter none.
+  local inside=(nsenter --target "$pid" --preserve-credentials) name
+  for name in user mnt uts ipc pid; do
+    [ "$(readlink "/proc/$pid/ns/$name")" = "$(readlink "/proc/self/ns/$name")" ] || inside+=("--${name/mnt/mount}")
+  done
   # shellcheck disable=SC2016  # for the shell inside
   if [ $# -gt 0 ]; then
     exec "${inside[@]}" bash -c '. /tmp/functional/environment; exec "$@"' attach "$@"

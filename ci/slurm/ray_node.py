@@ -38,6 +38,7 @@ FIRST_PORT, LAST_PORT = 1100, 65535
 NOT_HANDED_ON = (
     "HOME", "PATH", "PWD", "OLDPWD", "SHELL", "SHLVL", "TMPDIR", "_", "LD_LIBRARY_PATH", "LD_PRELOAD",
     "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "BASH_ENV", "ENV",  # of the site's modules: no such files in the image
+    "LANG", "LANGUAGE", "LC_ALL",  # of its locales, and what ray.sub sets for itself
 )  # fmt: skip
 
 

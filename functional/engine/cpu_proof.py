@@ -8,7 +8,7 @@ the bytes themselves are kept, for as long as the layer is packed with them: pac
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
@@ -18,6 +18,8 @@ from functional.engine.transports import PROOF_VARIABLE
 
 _packed: "WeakKeyDictionary[nn.Module, dict[str, TensorProof | Tensor]]" = WeakKeyDictionary()
 """Layer → parameter's attribute → what was taken of it last."""
+_loaded_first: "WeakKeyDictionary[nn.Module, ref[Tensor]]" = WeakKeyDictionary()
+"""Layer → the parameter that it packed when it was first loaded, while there is one: layers that share it are tied."""
 _EXPERTS = ("w13_weight", "w2_weight")
 _MARK = "hashes_before_packing"
 
@@ -33,9 +35,13 @@ def install() -> None:
     process = experts.process_weights_after_loading
 
     def dispatch_cpu_unquantized_gemm(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if not cpu_resident.is_wanted():
-            _take(layer, ("weight",))
+        if cpu_resident.is_wanted():
+            dispatch(layer, *args, **kwargs)
+            return
+        _take(layer, ("weight",))
+        first = _loaded_first.setdefault(layer, ref(layer.weight))
         dispatch(layer, *args, **kwargs)
+        _hand_on(layer, first)
 
     def process_weights_after_loading(self: Any, layer: nn.Module) -> None:
         _take(layer, _EXPERTS)
@@ -78,6 +84,18 @@ def _take(layer: nn.Module, attributes: Iterable[str]) -> None:
     weights = {attribute: getattr(layer, attribute) for attribute in attributes}
     if all(isinstance(weight, Tensor) and weight.device.type == "cpu" for weight in weights.values()):
         _packed[layer] = {attribute: _taken(weight) for attribute, weight in weights.items()}
+
+
+def _hand_on(layer: nn.Module, first: "ref[Tensor]") -> None:
+    """Layers that are tied to this one compute with what it has packed. vLLM 0.23.0 loads, and packs, one of them in a
+    reload (the embedding of Llama and Gemma 3), and leaves the other, the head, with what it packed before."""
+    parameter = first()
+    if parameter is None or parameter is layer.weight:  # dropped, or the first load, in which each packs
+        return
+    for other, of_other in list(_loaded_first.items()):
+        if other is not layer and of_other() is parameter:
+            other.cpu_linear = layer.cpu_linear
+            _packed[other] = _packed[layer]
 
 
 def _experts_method() -> Any:

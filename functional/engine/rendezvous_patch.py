@@ -7,10 +7,12 @@ a file does. In force where `VLLM_RENDEZVOUS_DIR` names a folder that ends with 
 import importlib
 import os
 import uuid
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
 FOLDER_VARIABLE = "VLLM_RENDEZVOUS_DIR"
+_RANDOM_BYTES = 8
 _EXECUTORS = ("vllm.v1.executor.uniproc_executor", "vllm.v1.executor.multiproc_executor")
 
 
@@ -21,11 +23,16 @@ def apply() -> None:
         return
 
     def file_init_method(_ip: str, _port: int) -> str:
-        # What follows the last colon becomes, on a CPU, part of a shared memory's name, which may have no slash.
-        return f"file://{Path(folder) / f'rendezvous:{uuid.uuid4().hex}'}"
+        # What follows the last colon becomes, on a CPU, the beginning of a shared memory's name, which may have no
+        # slash. It is left behind: by the folder's name whoever removes the folder finds it.
+        return f"file://{Path(folder) / f'rendezvous:{Path(folder).name}-{uuid.uuid4().hex}'}"
 
     for module in _modules():
         module.get_distributed_init_method = file_init_method
+    # Queues between the processes are shared memory too, which a killed process leaves behind: named after the folder.
+    memory: Any = shared_memory
+    memory._SHM_NAME_PREFIX = f"/{Path(folder).name}-"
+    memory._SHM_SAFE_NAME_LENGTH = len(memory._SHM_NAME_PREFIX) + 2 * _RANDOM_BYTES
 
 
 def is_applied() -> bool:

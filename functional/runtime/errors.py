@@ -23,3 +23,17 @@ class RefitError(RunError):
 
 class RolloutError(RunError):
     """A completion could not be had, or may not be sent; the message says why."""
+
+
+class AdmissionShutError(RolloutError):
+    """Admission is shut: an update is under way, or has failed."""
+
+
+class UnansweredError(RolloutError):
+    """The frontend did not answer as asked. status: the HTTP status that it last answered, None where none came;
+    is_late: time ran out while it was waited for."""
+
+    def __init__(self, text: str, status: int | None = None, is_late: bool = False) -> None:
+        super().__init__(text)
+        self.status = status
+        self.is_late = is_late

@@ -58,8 +58,15 @@ def score(prompts: Sequence[Prompt], completions: list[Completion], task: Task, 
     for index, completion in enumerate(completions):
         prompt = prompts[index // size]
         rewards.append(None if completion.problem else task.reward(prompt, completion.token_ids))
+    return RolloutBatch(completions, rewards, group_advantages(rewards, config))
+
+
+def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> list[float | None]:
+    """Of rewards in groups of `config.num_generations_per_prompt`, side by side; None for all of a group in which one
+    is missing."""
+    size = config.num_generations_per_prompt
     scored: list[float | None] = []
-    for start in range(0, len(completions), size):
+    for start in range(0, len(rewards), size):
         group = rewards[start : start + size]
         if any(reward is None for reward in group):
             scored += [None] * size
@@ -67,4 +74,4 @@ def score(prompts: Sequence[Prompt], completions: list[Completion], task: Task, 
         row = torch.tensor([[float(reward or 0.0) for reward in group]])
         found = advantages(row, config.normalize_rewards, config.use_leave_one_out_baseline)
         scored += clipped(found, config.advantage_clip_low, config.advantage_clip_high)[0].tolist()
-    return RolloutBatch(completions, rewards, scored)
+    return scored

@@ -1,6 +1,7 @@
 """Checks of what a run produced: rollouts, steps, refits, sockets, routing, telemetry, requests."""
 
 import time
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,13 +30,13 @@ SHIFT_TOLD = 4.0
 
 
 def check_rollouts(
-    checks: Checklist, step: int, batch: RolloutBatch, workers: list[Worker], thresholds: Thresholds
+    checks: Checklist, name: str, batch: RolloutBatch, workers: list[Worker], thresholds: Thresholds
 ) -> None:
     """Token correctness of every sample, identity of every request, and a reason to learn."""
     problems = [f"{c.request_id}: {c.problem}" for c in batch.completions if c.problem]
     tokens = sum(len(c.token_ids) for c in batch.completions)
     checks.add(
-        f"step{step}.tokens_correct",
+        f"{name}.tokens_correct",
         not problems,
         "; ".join(problems[:3]) or f"{len(batch.completions)} samples, {tokens} tokens with IDs, log-probs and lengths",
         samples=len(batch.completions),
@@ -46,7 +47,7 @@ def check_rollouts(
     known = {worker.instance_id for worker in workers}
     unknown = {c.instance_id for c in batch.completions} - known
     checks.add(
-        f"step{step}.requests_identified",
+        f"{name}.requests_identified",
         len(ids) == len(batch.completions) and not unknown,
         f"{len(ids)} request IDs for {len(batch.completions)} samples; served by {len(known)} known worker(s)"
         + (f", and by unknown {unknown}" if unknown else ""),
@@ -54,7 +55,7 @@ def check_rollouts(
     if thresholds.require_reward_variance:
         moving = sum(1 for advantage in batch.advantages if advantage)
         checks.add(
-            f"step{step}.rewards_differ",
+            f"{name}.rewards_differ",
             moving > 0,
             f"{moving} of {len(batch.advantages)} samples have an advantage, mean reward {batch.mean_reward:.3f}",
             nonzero=moving,
@@ -219,8 +220,8 @@ def check_post_update(checks: Checklist, completions: list[Completion], version:
     )
 
 
-def check_sockets(checks: Checklist, nodes: list[NodeSockets]) -> list[ListeningSocket]:
-    """Everything the run listens on is on one interface, on a port of our range or one the kernel gave."""
+def check_sockets(checks: Checklist, nodes: list[NodeSockets], told: Collection[int] = ()) -> list[ListeningSocket]:
+    """Everything the run listens on is on one interface, on a port of our range, one the kernel gave, or one `told`."""
     bad, ranges = [], []
     for node in nodes:
         (low, high), ours = node.ephemeral, server_ports(*node.ephemeral)
@@ -228,7 +229,7 @@ def check_sockets(checks: Checklist, nodes: list[NodeSockets]) -> list[Listening
         bad += [
             f"{s.program}: {s.address}:{s.port}"
             for s in node.sockets
-            if s.is_wildcard or not (s.port in ours or low <= s.port <= high)
+            if s.is_wildcard or not (s.port in ours or s.port in told or low <= s.port <= high)
         ]
     sockets = [socket for node in nodes for socket in node.sockets]
     checks.add(

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]
 
-from functional.runtime.errors import RunError
+from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet import guard
 from functional.suite.cluster import ray_environment
 
 GRACE_S = 60.0
+COMPLETE = "_FUNCTIONAL_COMPLETE"
 
 app = typer.Typer(
     add_completion=False,
@@ -141,27 +143,90 @@ def compare_routers(
     raise typer.Exit(run_module("functional.suite.compare_routers", recipe, out, *words))
 
 
+@app.command()
+def report(
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a run that has a report.json.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the names of the files as JSON.")] = False,
+) -> None:
+    """Make report.html and report.md of a run again.
+
+    Example: functional report /tmp/run
+    """
+    from functional.suite.pages.render import write_pages
+
+    written = [str(path) for path in write_pages(out)]
+    typer.echo(json.dumps(written) if as_json else "\n".join(written))
+
+
+@app.command()
+def doctor(
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a run, running or ended (its --out).")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what is wrong with a run: what was looked at, what was found, the next step. Exit status 1 with a problem.
+
+    Example: functional doctor /tmp/run
+    """
+    from functional.suite.doctor.show import show_findings
+
+    raise typer.Exit(show_findings(out, as_json))
+
+
+@app.command("serve-chat")
+def serve_chat(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for the report, records and logs.")] = Path("functional-chat"),
+    host: Annotated[str, typer.Option(help="Address to listen on; one of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.")] = 0,
+) -> None:
+    """Start the recipe's fleet, and serve chat with exact token IDs until stopped (docs/chat.md).
+
+    Prints the server's URL once it answers; OUT/chat.json has it too.
+
+    Example: functional serve-chat recipes/agent_cpu.yaml --port 8000 --out /tmp/chat
+    """
+    dynamo = "policy.generation.dynamo_cfg"
+    words = ["policy.generation.vllm_cfg.expose_http_server=true", f"{dynamo}.chat_host={host}"]
+    words.append(f"{dynamo}.chat_port={port}")
+    raise typer.Exit(run_module("functional.suite.serve", recipe, out, *words, *(overrides or [])))
+
+
 @app.command("make-model")
 def make_model_command(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not exist.")],
     seed: Annotated[int, typer.Option(help="Seed of the weights and lessons.")] = 0,
     shape: Annotated[
-        str, typer.Option(help="tiny (taught arithmetic); Qwen3-0.6B or Qwen3-8B (random weights).")
+        str,
+        typer.Option(help="tiny (taught arithmetic), tools (taught to call them); Qwen3-0.6B or Qwen3-8B (random)."),
     ] = "tiny",
 ) -> None:
     """Make a small Qwen3 with its tokenizer, the same bytes each time on one machine.
 
-    So the embedded model was made, once: builtin:arithmetic is a part of this package.
+    So the embedded models were made, once: builtin:arithmetic and builtin:tools are parts of this package.
 
     Example: functional make-model /tmp/tiny
     """
     from functional.suite.model import make_model, random_model
+    from functional.suite.tool_lessons import make_tool_model
 
+    taught = {"tiny": make_model, "tools": make_tool_model}
     try:
-        summary = make_model(out, seed) if shape == "tiny" else random_model(out, shape, seed)
+        summary: Any = taught[shape](out, seed) if shape in taught else random_model(out, shape, seed)
     except (FileExistsError, ValueError) as error:
         raise RunError(str(error)) from error
     typer.echo(json.dumps(asdict(summary), indent=2))
+
+
+@app.command()
+def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish.")] = "bash") -> None:
+    """Print the shell's completion of this command line.
+
+    Example: eval "$(functional completion bash)"
+    """
+    if shell not in ("bash", "zsh", "fish"):
+        raise ConfigError(f"no completion for {shell!r}: choose bash, zsh or fish")
+    typer.echo(get_completion_script(prog_name="functional", complete_var=COMPLETE, shell=shell))
 
 
 def run_module(module: str, recipe: Path, out: Path, *words: str) -> int:
@@ -197,8 +262,9 @@ def run_guarded(command: list[str], folder: str) -> int:
 
 def main() -> None:
     """Entry point: one line for an error the user can act on."""
+    completion_init()
     try:
-        app()
+        app(prog_name="functional", complete_var=COMPLETE)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from functional.runtime.errors import ConfigError
 from functional.runtime.recipe.model import Recipe
+from functional.runtime.recipe.rules import TOOL_DATA
 from functional.suite.tasks import (
     KEYS,
     Question,
@@ -16,6 +17,7 @@ from functional.suite.tasks import (
     read_questions,
     token_set_prompt,
 )
+from functional.suite.tool_questions import tool_questions
 
 TOKEN_SET_NUMBERS = (100_000, 123_456, 999_999)
 """As many digits as there are: they stand for all prompts of `token_set` where these are measured."""
@@ -25,7 +27,7 @@ TOKEN_SET_NUMBERS = (100_000, 123_456, 999_999)
 class DataRecord:
     """sha256: of the file's bytes, or of a built-in set's questions as JSON lines; None where prompts are made anew.
 
-    longest_prompt: in tokens; None where the model's tokenizer is not on this machine.
+    longest_prompt: in tokens; None where the model's tokenizer is not on this machine, and for conversations.
     """
 
     dataset_name: str
@@ -55,7 +57,7 @@ def describe_data(
     `num_prompts`, a step's.
     """
     record, questions = read_data(name, keys)
-    if tokenizer is not None:
+    if tokenizer is not None and questions:
         record = replace(record, longest_prompt=measure(name, questions, tokenizer, max_model_len))
     check_count(record, num_prompts)
     return record
@@ -101,6 +103,10 @@ def _read(name: str, keys: tuple[str, str]) -> tuple[DataRecord, list[Question]]
         questions = arithmetic()
         lines = [json.dumps({"answer": q.answer, "prompt": q.prompt}, sort_keys=True) for q in questions]
         return DataRecord(name, "built in", len(lines), _sha256("\n".join(lines).encode())), questions
+    if name == TOOL_DATA:
+        lines = [json.dumps({"answer": q.answer, "prompt": q.text}, sort_keys=True) for q in tool_questions()]
+        # How long a conversation's prompts are depends on what is answered; each turn is refused as it comes.
+        return DataRecord(name, "built in", len(lines), _sha256("\n".join(lines).encode())), []
     if name == "token_set":
         examples = [Question(token_set_prompt(number), "", "token_set") for number in TOKEN_SET_NUMBERS]
         return DataRecord(name, "made from grpo.seed", None, None), examples

@@ -6,6 +6,7 @@
 and data; it goes away with the run.
 """
 
+import json
 import shutil
 import signal
 import sys
@@ -17,35 +18,45 @@ from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet.programs import Programs, find_programs
 from functional.runtime.recipe.load import RecipeError
 from functional.runtime.recipe.options import shown_options
-from functional.runtime.recipe.rules import find_unsendable, find_warnings
+from functional.runtime.recipe.rules import TOOL_DATA, find_unsendable, find_warnings
+from functional.suite.agent_session import AgentSession
 from functional.suite.cluster import check_devices
+from functional.suite.hardware import read_hardware
 from functional.suite.leftovers import find_leftovers
+from functional.suite.pages.render import write_pages
 from functional.suite.preflight import Prepared, prepare
-from functional.suite.report import EngineOption, Report, read_release, write_report
+from functional.suite.report import EngineOption, Report, read_release, write_atomically, write_report
 from functional.suite.session import Session, interrupt
 from functional.suite.versions import read_versions
 
 FILES = (
     "report.json",
+    "report.html",
+    "report.md",
     "junit.xml",
     "rollouts.jsonl",
     "requests.jsonl",
     "metrics.jsonl",
+    "usage.jsonl",
+    "agreement.jsonl",
+    "recipe.json",
     "processes.json",
     "events.jsonl",
     "routers.json",
     "routers.md",
     "routers.svg",
+    "chat.json",
 )
 """What a run writes beside its logs, and removes of an earlier one."""
 
 
 def run(
-    recipe_path: Path, out: Path, run_dir: Path, overrides: list[str], session_type: type[Session] = Session
+    recipe_path: Path, out: Path, run_dir: Path, overrides: list[str], session_type: type[Session] | None = None
 ) -> int:
-    """Run the recipe and write `out`/report.json, junit.xml, rollouts.jsonl and logs/.
+    """Run the recipe and write `out`/report.json, report.html, report.md, junit.xml, rollouts.jsonl and logs/.
 
-    Returns 0 when every check passed, 1 when not, 2 for a bad recipe or environment.
+    session_type: what is done with the fleet; training, as the recipe's data ask for it, unless given. Returns 0 when
+    every check passed, 1 when not, 2 for a bad recipe or environment.
     """
     try:
         prepared = prepare(recipe_path, overrides)
@@ -58,6 +69,9 @@ def run(
         print(f"error: {error}", file=sys.stderr)
         return 2
     log_dir = make_folders(out)
+    write_atomically(out / "recipe.json", json.dumps(report.recipe, indent=2) + "\n")
+    if session_type is None:
+        session_type = AgentSession if prepared.recipe.data.dataset_name == TOOL_DATA else Session
     session = session_type(prepared, report, out, run_dir)
     for warning in report.warnings:
         session.say(f"warning: {warning}")
@@ -69,6 +83,7 @@ def run(
     )
     report.finish(session.checks, failure, time.monotonic() - session.began)
     write_report(out, report)
+    write_pages_or_say(out)
     summarize(report, out)
     if is_bad_input:
         return 2
@@ -78,7 +93,7 @@ def run(
 def begin_report(prepared: Prepared, programs: Programs) -> Report:
     """The report of a run with these inputs. Raises ConfigError when the image is damaged."""
     recipe = prepared.recipe
-    return Report.begin(
+    report = Report.begin(
         release=read_release(),
         recipe=recipe.shown(),
         versions=read_versions(programs),
@@ -86,6 +101,8 @@ def begin_report(prepared: Prepared, programs: Programs) -> Report:
         options=[EngineOption(**option) for option in shown_options(recipe.options)],
         warnings=find_warnings(recipe),
     )
+    report.hardware = read_hardware()
+    return report
 
 
 def make_folders(out: Path) -> Path:
@@ -119,6 +136,14 @@ def carry_out(session: Session, programs: Programs, log_dir: Path) -> tuple[str 
     return None, False
 
 
+def write_pages_or_say(out: Path) -> None:
+    """report.html and report.md; that they cannot be made changes nothing about the run."""
+    try:
+        write_pages(out)
+    except Exception as error:
+        print(f"warning: no report.html: {type(error).__name__}: {error}", file=sys.stderr)
+
+
 def summarize(report: Report, out: Path) -> None:
     """Print the outcome."""
     failed = [check for check in report.checks if not check.passed]
@@ -127,7 +152,7 @@ def summarize(report: Report, out: Path) -> None:
     if report.error is not None:
         print(f"error: {report.error}", file=sys.stderr)
     total = len(report.checks)
-    print(f"{total - len(failed)} of {total} checks passed in {report.seconds:.0f} s; report: {out / 'report.json'}")
+    print(f"{total - len(failed)} of {total} checks passed in {report.seconds:.0f} s; report: {out / 'report.html'}")
 
 
 if __name__ == "__main__":

@@ -245,7 +245,9 @@ def answer_logprobs(model: Any, pairs: list[tuple[list[int], list[int]]]) -> tup
 # Files
 
 
-def write_model(folder: Path, config: Any, weights: dict[str, Tensor], tokenizer: Tokenizer) -> None:
+def write_model(
+    folder: Path, config: Any, weights: dict[str, Tensor], tokenizer: Tokenizer, template: str = CHAT_TEMPLATE
+) -> None:
     """Write every file of the directory, and flush it to disk."""
     write_json(folder / "config.json", json.loads(config.to_json_string(use_diff=False)))
     # Only the IDs: any sampling default here (top_k, top_p) would silently change what the engine's log-probs mean.
@@ -262,10 +264,10 @@ def write_model(folder: Path, config: Any, weights: dict[str, Tensor], tokenizer
             "unk_token": UNKNOWN if tokenizer.token_to_id(UNKNOWN) is not None else None,
             "model_max_length": config.max_position_embeddings,
             "clean_up_tokenization_spaces": False,
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": template,
         },
     )
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for path in folder.iterdir():
         path.chmod(0o644)  # safetensors makes its file 0600

@@ -16,20 +16,23 @@ ARITHMETIC = "builtin:arithmetic"
 ARITHMETIC_DIR = Path(__file__).parent / "arithmetic_model"
 """Part of the package: made once with `functional make-model`, and the same bytes on every machine."""
 RANDOM = "builtin:random-0.6b"
-BUILTIN = (ARITHMETIC, *MADE)
+TOOLS = "builtin:tools"
+TOOLS_DIR = Path(__file__).parent / "tools_model"
+"""Calls tools: made once with `functional make-model --shape tools`."""
+BUILTIN = (ARITHMETIC, TOOLS, *MADE)
 REMEDY = "take the file from the repository again, or install the package anew"
 
 
 def find_model(name: str, run_dir: Path, say: Callable[[str], None]) -> Path:
-    """Return the model's folder. `builtin:arithmetic` is in the package; those of `shapes.MADE` are made, and
-    kept where `FUNCTIONAL_CACHE` says so.
+    """Return the model's folder. `builtin:arithmetic` and `builtin:tools` are in the package; those of `shapes.MADE`
+    are made, and kept where `FUNCTIONAL_CACHE` says so.
 
     Raises ConfigError when `name` is neither built in, a local directory, nor to be had from the hub, and when a file
     of the built-in model is damaged.
     """
-    if name == ARITHMETIC:
-        check_sums(ARITHMETIC_DIR, REMEDY)
-        return ARITHMETIC_DIR
+    if (embedded := embedded_dir(name)) is not None:
+        check_sums(embedded, REMEDY)
+        return embedded
     if name in MADE:
         return _make_random(name, run_dir, say)
     if is_folder(name):
@@ -49,7 +52,7 @@ def known_config(name: str) -> dict[str, Any]:
     """What is known of the model's config.json before a run; empty for a hub model, and for a folder without one."""
     if name in MADE:
         return SHAPES[MADE[name]].as_config()
-    return read_config((ARITHMETIC_DIR if name == ARITHMETIC else Path(name)) / "config.json")
+    return read_config((embedded_dir(name) or Path(name)) / "config.json")
 
 
 def find_tokenizer(name: str) -> Any | None:
@@ -57,9 +60,9 @@ def find_tokenizer(name: str) -> Any | None:
 
     Raises ConfigError when a local directory holds none that transformers can load.
     """
-    if name == ARITHMETIC:
-        check_sums(ARITHMETIC_DIR, REMEDY)
-        return PlainTokenizer(load_tokenizer(ARITHMETIC_DIR))
+    if (embedded := embedded_dir(name)) is not None:
+        check_sums(embedded, REMEDY)
+        return PlainTokenizer(load_tokenizer(embedded))
     if name in MADE:
         return PlainTokenizer(random_models_tokenizer(SHAPES[MADE[name]].vocab_size))
     if not is_folder(name):
@@ -69,6 +72,11 @@ def find_tokenizer(name: str) -> Any | None:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"policy.model_name={name!r}: transformers loads no tokenizer from it: {reason}") from error
+
+
+def embedded_dir(name: str) -> Path | None:
+    """Folder of a model that is part of the package; None for any other."""
+    return {ARITHMETIC: ARITHMETIC_DIR, TOOLS: TOOLS_DIR}.get(name)
 
 
 def _make_random(name: str, run_dir: Path, say: Callable[[str], None]) -> Path:

@@ -141,6 +141,8 @@ class Policy:
         self.weights: dict[str, Tensor] = dict(self.model.named_parameters())
         self.form = CheckpointForm(self.model)
         self.master = {name: p.detach().float().clone() for name, p in self.weights.items()}
+        self.last_scored = (torch.empty(0), torch.empty(0))
+        """Log-probs of the last step's tokens, before it: the trainer's and the engine's."""
         self.steps = 0
         """Optimizer steps taken, those of an earlier run included: what the learning rate goes by."""
         self._configs = optimizer or OptimizerConfig(lr=1e-3), scheduler
@@ -205,6 +207,7 @@ class Policy:
             before = self._all_logprobs(self.model, batch, self.kept, flips)
             penalised = loss_config.reference_policy_kl_penalty > 0 and self.reference is not None
             reference = self._all_logprobs(self.reference, batch, WHOLE) if penalised else None
+        self.last_scored = before[batch.mask], batch.generation_logprobs[batch.mask]
         bounds = self.agreement_bounds(batch, before)
         if self.kept.is_on:
             bounds |= {"filter_flips": float(flips.tokens), "filter_flip_nats": flips.furthest}

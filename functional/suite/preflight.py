@@ -14,7 +14,7 @@ from functional.runtime.recipe.options import VLLM_CFG
 from functional.runtime.recipe.paths import find_file_problem, is_folder
 from functional.runtime.recipe.rules import BUILTIN_DATA, RULES, Problem, layout_problems
 from functional.suite.data import DataRecord, check_count, measure, read_data
-from functional.suite.models import ARITHMETIC, ARITHMETIC_DIR, BUILTIN, find_tokenizer, known_config
+from functional.suite.models import BUILTIN, embedded_dir, find_tokenizer, known_config
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class DataRule:
             return
         with suppress(UnreadKeyError):
             yield from _count(self.data, recipe.grpo.num_prompts_per_step, recipe.data.split_validation_size)
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and questions:
             context = recipe.policy.generation.vllm_cfg.max_model_len
             try:
                 self.data = replace(self.data, longest_prompt=measure(name, questions, self.tokenizer, context))
@@ -113,7 +113,7 @@ def _builtin_layout(recipe: Recipe) -> Iterator[Problem]:
 def _context(recipe: Recipe) -> Iterator[Problem]:
     """vLLM refuses a longer context than the model's, but only once a worker starts."""
     name, generation = recipe.policy.model_name, recipe.policy.generation
-    folder = ARITHMETIC_DIR if name == ARITHMETIC else Path(name)
+    folder = embedded_dir(name) or Path(name)
     wanted = generation.vllm_cfg.max_model_len
     if not is_folder(str(folder)) or _is_refused(str(folder)):
         return

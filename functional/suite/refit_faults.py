@@ -247,7 +247,7 @@ class FaultSession(Session):
         for killer in killers:
             killer.start()
         try:
-            return self._generate(long, prompts, self._version)
+            return self._generate(long, long.spread, prompts, self._version)
         finally:
             generated.set()
             for killer in killers:

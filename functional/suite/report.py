@@ -23,6 +23,7 @@ from functional.runtime.refit.parts import ProbeVerdict, Replacement
 from functional.runtime.rollout.requests import Join
 from functional.suite.checklist import Check, Checklist
 from functional.suite.data import DataRecord
+from functional.suite.hardware import Hardware
 
 SCHEMA_VERSION = 1
 SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
@@ -189,6 +190,7 @@ class Report(Section):
     fleet_phases: dict[str, float] | None = Field(None, description="Seconds since the fleet's start, by name.")
     topology: Topology | None = None
     parameters: int | None = Field(None, description="Of the trained model.")
+    hardware: Hardware | None = Field(None, description="Of the driver's machine.")
     sockets: list[ListeningSocket] | None = None
     requests: Join | None = None
     resumed_from: int | None = Field(None, description="The step of the checkpoint that the run went on from.")

@@ -7,12 +7,13 @@ import signal
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from functional.runtime.chat.server import ChatServer
 from functional.runtime.errors import ConfigError, InterruptedRunError, RolloutError, RunError
 from functional.runtime.fleet.fleet import Fleet
 from functional.runtime.fleet.programs import Programs
@@ -23,7 +24,7 @@ from functional.runtime.fleet.worker import Worker
 from functional.runtime.jsonlines import JsonLines
 from functional.runtime.recipe.architectures import find_model_problem, read_config
 from functional.runtime.recipe.parser_check import EngineCheck
-from functional.runtime.recipe.rules import layout_problems, merge_stop_strings
+from functional.runtime.recipe.rules import TOOL_DATA, layout_problems, merge_stop_strings
 from functional.runtime.refit.machine import Event, State, Transition
 from functional.runtime.refit.parts import Probe, RefitResult
 from functional.runtime.refit.probe import PROMPTS, probe_prompts
@@ -31,19 +32,22 @@ from functional.runtime.refit.transaction import FleetRefit
 from functional.runtime.rollout.client import Limits, RolloutClient
 from functional.runtime.rollout.completion import NO_TOP_K, Completion, Sampling
 from functional.runtime.rollout.gate import AdmissionGate
-from functional.runtime.rollout.generation import generate
+from functional.runtime.rollout.generation import AskedType, Completer, FoundType, generate
 from functional.runtime.rollout.pool import HttpPool
 from functional.runtime.rollout.records import RecordWriter, RolloutRecord
-from functional.runtime.rollout.requests import RequestJournal, read_attempts
+from functional.runtime.rollout.requests import Attempt, RequestJournal, read_attempts
 from functional.runtime.rollout.spread import Served, SpreadClient
 from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import checks
+from functional.suite.agents import ToolTask
 from functional.suite.batch import RolloutBatch, score
+from functional.suite.chat_service import chat_server, load_template
 from functional.suite.checklist import Checklist
 from functional.suite.checkpoint import Checkpoints, TrainingInfo
 from functional.suite.cluster import cluster_address, joined_ray
 from functional.suite.data import measure_data
 from functional.suite.flaky import flaky_proxy
+from functional.suite.hardware import UsageSampler
 from functional.suite.models import find_model, find_tokenizer
 from functional.suite.preflight import Prepared
 from functional.suite.report import (
@@ -64,12 +68,15 @@ from functional.suite.validation import has_arrived, is_due, judge, validation_p
 WATCH_INTERVAL_S = 0.5
 SEED_TOKENS = 64
 EVENT_DELAY_S = 0.5
+PAIRS = 400
+"""Tokens of a step whose two log-probs are kept for the report."""
 
 
 @dataclass(frozen=True)
 class Parts:
     """What a run works with once everything is up. `instances`: every worker it has had, the replaced ones too;
-    `client` is one for rollouts, `spread` the one that batches go through, `new_client` makes one for another URL."""
+    `client` is one for rollouts, `spread` the one that batches go through, `new_client` makes one for another URL;
+    `chat` is there where the recipe exposes it."""
 
     fleet: Fleet
     trainer: Any
@@ -88,6 +95,7 @@ class Parts:
     telemetry: Telemetry
     overlap_prompt: tuple[int, ...]
     instances: list[Worker]
+    chat: ChatServer | None
 
 
 class Session:
@@ -109,8 +117,10 @@ class Session:
         )
         self._earlier_engines = 0
         self._joined: Any = None
+        self._named: dict[str, list[int]] = {}
         self._stack = ExitStack()
         self._events = self._stack.enter_context(JsonLines(out / "events.jsonl"))
+        self._agreement = self._stack.enter_context(JsonLines(out / "agreement.jsonl"))
 
     def say(self, what: str) -> None:
         """One line of progress with the seconds since the start."""
@@ -134,6 +144,7 @@ class Session:
         recipe, generation = self.recipe, self.recipe.policy.generation
         self._name_processes({})
         resumed = self._resumed()
+        self._stack.enter_context(UsageSampler(self.out / "usage.jsonl", lambda: self._named))
         self.event("run: starting", run_dir=str(self.run_dir))
         model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
         if problem := find_model_problem(model_dir / "config.json"):
@@ -202,8 +213,8 @@ class Session:
 
     def _name_processes(self, fleet: dict[str, list[int]]) -> None:
         """Write processes.json: process ids by name, for whoever watches the run from outside."""
-        pids = {"driver": [os.getpid()], **fleet}
-        write_atomically(self.out / "processes.json", json.dumps(pids, indent=2) + "\n")
+        self._named = {"driver": [os.getpid()], **fleet}
+        write_atomically(self.out / "processes.json", json.dumps(self._named, indent=2) + "\n")
 
     def _phase(self, name: str, action: Any) -> Any:
         began = time.monotonic()
@@ -214,9 +225,7 @@ class Session:
 
     def _prepare(self, fleet: Fleet, trainer: Any, weights: Any, model_dir: Path, placement: Any) -> Parts:
         recipe, generation, tokenizer = self.recipe, self.recipe.policy.generation, self.tokenizer
-        data, grpo = recipe.data, recipe.grpo
-        held = data.split_validation_size
-        task = make_task(data.dataset_name, tokenizer, grpo.num_prompts_per_step, grpo.seed, data.keys, held)
+        task = self._make_task(model_dir)
         model_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         gate = AdmissionGate()
         journal = RequestJournal(self.out / "requests.jsonl")
@@ -280,6 +289,11 @@ class Session:
                 on_transition=self._note_transition,
             )
 
+        chat = None
+        if generation.vllm_cfg.expose_http_server:
+            chat = self._stack.enter_context(chat_server(pool, gate, served, recipe, model_dir, journal))
+            write_atomically(self.out / "chat.json", json.dumps({"url": chat.url, "model": served.model}) + "\n")
+            self.say(f"chat at {chat.url}")
         records = self._stack.enter_context(RecordWriter(self.out / "rollouts.jsonl"))
         sinks = open_sinks(recipe.logger, self.out)
         telemetry = Telemetry(fleet, generation, sinks, lambda: len(self.report.steps))
@@ -302,15 +316,24 @@ class Session:
             telemetry=telemetry,
             overlap_prompt=probe_prompts(0, vocabulary, probe_length)[0],
             instances=instances,
+            chat=chat,
         )
+
+    def _make_task(self, model_dir: Path) -> Task:
+        recipe = self.recipe
+        if recipe.data.dataset_name == TOOL_DATA:
+            return ToolTask(load_template(recipe, model_dir), recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
+        data, grpo = recipe.data, recipe.grpo
+        held = data.split_validation_size
+        return make_task(data.dataset_name, self.tokenizer, grpo.num_prompts_per_step, grpo.seed, data.keys, held)
 
     def _train(self, parts: Parts) -> None:
         grpo, fleet = self.recipe.grpo, parts.fleet
         steps, done = grpo.max_num_steps, self.report.resumed_from or 0
         self._refit(parts, done)
         self._check_seeds(parts)
-        sockets = [NodeSockets.here()] if self._joined is None else self._joined.sockets(fleet)
-        self.report.sockets = checks.check_sockets(self.checks, sockets)
+        sockets = self._sockets(fleet)
+        self.report.sockets = checks.check_sockets(self.checks, sockets, self._told_ports())
         if not done and is_due(grpo, 0):
             self._validate(parts, 0)
         for step in range(done + 1, steps + 1):
@@ -324,8 +347,7 @@ class Session:
             if step == last < steps:
                 self.say(f"step {step}: {grpo.stop_at_validation_metric} has reached its threshold")
                 break
-        prompts = [prompt.token_ids for prompt in parts.task.prompts(steps + 1)]
-        checks.check_post_update(self.checks, self._generate(parts, prompts, steps + 1), str(parts.refit.version))
+        checks.check_post_update(self.checks, self._last_completions(parts, steps + 1), str(parts.refit.version))
         if self.recipe.has_prefix_cache:
             self._check_overlap(parts)
         checks.check_routing(self.checks, fleet, parts.records.instance_ids)
@@ -336,6 +358,18 @@ class Session:
         self._check_join(parts)
         self._keep_metrics(fleet)
 
+    def _sockets(self, fleet: Fleet) -> list[NodeSockets]:
+        """What the run listens on, on each of its nodes."""
+        found: list[NodeSockets] = [NodeSockets.here()] if self._joined is None else self._joined.sockets(fleet)
+        return found
+
+    def _told_ports(self) -> set[int]:
+        """Ports that the recipe names."""
+        return {self.recipe.policy.generation.dynamo_cfg.chat_port} - {0}
+
+    def _last_completions(self, parts: Parts, step: int) -> list[Completion]:
+        return self._generate(parts, parts.spread, [prompt.token_ids for prompt in parts.task.prompts(step)], step)
+
     def _step(self, parts: Parts, step: int) -> None:
         """Rollouts, with the snapshot made beside them, and one optimizer step."""
         kept = parts.trainer.keep.remote()
@@ -343,6 +377,7 @@ class Session:
         watched(parts.fleet, kept)
         metrics = watched(parts.fleet, parts.trainer.train.remote(batch.samples(), step))
         self.report.steps.append(as_step(step, batch, metrics))
+        self._agreement.append({"step": step, **watched(parts.fleet, parts.trainer.agreement.remote(PAIRS))})
         parts.telemetry.write(scalars(batch, metrics), step)
         checks.check_step(self.checks, step, batch, metrics, self.recipe.checks)
         self.say(f"step {step}: reward {batch.mean_reward:.3f}, " + checks.describe_step(metrics))
@@ -404,7 +439,7 @@ class Session:
             top_k=generation.val_top_k or generation.top_k or NO_TOP_K,
         )
         flat = [prompt.token_ids for prompt in prompts for _ in range(count)]
-        completions = self._generate(parts, flat, step, sampling)
+        completions = self._generate(parts, parts.spread, flat, step, sampling)
         checks.check_validation(self.checks, step, completions)
         found = judge(step, prompts, completions, parts.task)
         self.report.validations = [*(self.report.validations or []), ValidationRecord(**asdict(found))]
@@ -425,7 +460,7 @@ class Session:
         Asked of the frontend itself: where a connection breaks behind the answer, the next attempt would find the
         prefix that the one before it left in the cache.
         """
-        prompt, named = parts.overlap_prompt, self._named(parts.fleet)[:1]
+        prompt, named = parts.overlap_prompt, self._addressees(parts.fleet)[:1]
         sampling = Sampling(1, parts.sampling.temperature, ignore_eos=True, instances=named)
 
         def routed() -> Completion:
@@ -442,10 +477,12 @@ class Session:
         checks.await_cleared(parts.fleet, cleared)
         checks.check_overlap(self.checks, warm, routed())
 
-    def _check_join(self, parts: Parts) -> None:
+    def _check_join(self, parts: Parts) -> list[Attempt]:
+        """Returns every attempt of the run."""
         parts.journal.written().result()
         attempts = [one for file in sorted(self.out.glob("requests*.jsonl")) for one in read_attempts(file)]
         self.report.requests = checks.check_join(self.checks, attempts, parts.fleet, self.out / "logs")
+        return attempts
 
     def _check_seeds(self, parts: Parts) -> None:
         """One prompt to every worker, at temperature 1 whatever the recipe's, as long as an answer may be.
@@ -487,9 +524,14 @@ class Session:
         return result
 
     def _generate(
-        self, parts: Parts, prompts: list[tuple[int, ...]], step: int, sampling: Sampling | None = None
-    ) -> list[Completion]:
-        """A completion for each prompt. What is lost with a worker is generated again, once, by a fleet made whole."""
+        self,
+        parts: Parts,
+        client: Completer[AskedType, FoundType],
+        prompts: Sequence[AskedType],
+        step: int,
+        sampling: Sampling | None = None,
+    ) -> list[FoundType]:
+        """What comes of each prompt. What is lost with a worker is generated again, once, by a fleet made whole."""
         version = parts.refit.version
 
         def note_lost(index: int, error: RolloutError) -> None:
@@ -497,20 +539,22 @@ class Session:
 
         def make_whole() -> None:
             assert version is not None
+            if parts.chat is not None:
+                parts.chat.give_up("a worker was lost")  # no agent waits for it any more, but it holds the gate
             self._refit(parts, version, f"step{step}.replacement")
 
         return generate(
-            parts.spread,
+            client,
             parts.fleet,
             prompts,
             sampling or parts.sampling,
             find_lost=parts.refit.find_lost,
             make_whole=None if version is None else make_whole,
             on_lost=note_lost,
-            addressed=lambda asked: replace(asked, instances=self._named(parts.fleet)),
+            addressed=lambda asked: replace(asked, instances=self._addressees(parts.fleet)),
         )
 
-    def _named(self, fleet: Fleet) -> tuple[int, ...]:
+    def _addressees(self, fleet: Fleet) -> tuple[int, ...]:
         """The workers that rollouts must name: all where the frontend routes none, else none."""
         if self.recipe.policy.generation.dynamo_cfg.frontend_args.router_mode != "direct":
             return ()
@@ -522,7 +566,7 @@ class Session:
         flat = [prompt.token_ids for prompt in prompts for _ in range(generations)]
         self.say(f"step {step}: {len(prompts)} prompts × {generations} generations")
         self.event(f"step {step}: generating")
-        completions = self._generate(parts, flat, step)
+        completions = self._generate(parts, parts.spread, flat, step)
         batch = score(prompts, completions, parts.task, self.recipe.grpo)
         parts.records.write(
             [
@@ -550,7 +594,7 @@ class Session:
                 for index, completion in enumerate(completions)
             ]
         )
-        checks.check_rollouts(self.checks, step, batch, parts.instances, self.recipe.checks)
+        checks.check_rollouts(self.checks, f"step{step}", batch, parts.instances, self.recipe.checks)
         return batch
 
 

@@ -109,7 +109,7 @@ SHAPES: dict[str, Shape] = {
     "Llama-small": _small("Llama", tie_word_embeddings=True),
     "Qwen2-small": _small("Qwen2"),
     "Qwen3-small": _small("Qwen3", **QWEN3, tie_word_embeddings=True),
-    "Mistral-small": _small("Mistral"),
+    "Mistral-small": _small("Mistral", sliding_window=None),
     "Gemma3-small": _small("Gemma3", sliding_window=32, tie_word_embeddings=True),
     "Granite-small": _small("Granite", logits_scaling=8.0, attention_multiplier=0.25, residual_multiplier=0.5),
     "Qwen3-MoE-small": _small(

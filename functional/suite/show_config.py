@@ -19,7 +19,7 @@ from functional.runtime.recipe.options import GENERATION, VLLM_CFG, VLLM_KWARGS,
 from functional.runtime.recipe.parser_check import EngineCheck
 from functional.runtime.recipe.placement import plan_nodes, possible_layouts
 from functional.runtime.recipe.redact import redacted
-from functional.runtime.recipe.rules import find_warnings, outcome_of_extra
+from functional.runtime.recipe.rules import TOOL_DATA, find_warnings, outcome_of_extra
 from functional.runtime.recipe.seeds import engine_seed
 from functional.suite.models import known_config
 from functional.suite.preflight import Prepared, prepare
@@ -123,7 +123,7 @@ def _as_text(shown: dict[str, Any]) -> str:
         f"engine           {shown['layout']}; a node may have "
         + ", ".join(f"{engines} of {layout}" for layout, engines in shown["layouts"].items()),
         f"data             {data['dataset_name']} ({data['source']}), sha256 {data['sha256']}",
-        f"longest prompt   {_tokens(data['longest_prompt'])}",
+        f"longest prompt   {_tokens(data)}",
         "",
         OmegaConf.to_yaml(OmegaConf.create(shown["recipe"])),
     ]
@@ -137,8 +137,12 @@ def _aligned(rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join("  ".join([*(row[c].ljust(widths[c]) for c in range(3)), row[3]]) for row in rows)
 
 
-def _tokens(count: int | None) -> str:
-    return "not measured: the model is not on this machine" if count is None else f"{count} tokens"
+def _tokens(data: dict[str, Any]) -> str:
+    if data["longest_prompt"] is not None:
+        return f"{data['longest_prompt']} tokens"
+    if data["dataset_name"] == TOOL_DATA:
+        return "not measured: it depends on what is answered"
+    return "not measured: the model is not on this machine"
 
 
 def _short(value: Any) -> str:

@@ -116,6 +116,12 @@ class Trainer:
         whole = info.model_copy(update={"optimizer_steps": self._policy.steps})
         return write_checkpoint(folder, whole, weights, state if self._saves_optimizer else {})
 
+    def agreement(self, most: int) -> dict[str, list[float]]:
+        """Log-probs of the last step's tokens before it, `trainer` and `engine`: at most so many, evenly spaced."""
+        trainer, engine = self._policy.last_scored
+        step = max(1, -(-len(trainer) // most))
+        return {"trainer": trainer[::step].tolist(), "engine": engine[::step].tolist()}
+
     def go_back(self, version: int) -> None:
         """Undo the last step. Raises RefitError unless the copy on the host is of `version`."""
         if self._kept != version:

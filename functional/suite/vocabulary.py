@@ -5,12 +5,16 @@ A tokenizer here is a `tokenizers.Tokenizer`; `PlainTokenizer` gives it the meth
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 END_OF_TEXT, TURN_START, TURN_END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
+
+SPECIAL = [END_OF_TEXT, TURN_START, TURN_END, UNKNOWN]
+CHARACTERS = ["\n", *map(chr, range(32, 127))]
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -19,7 +23,24 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-TINY_VOCAB, QWEN3_VOCAB = 128, 151936
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.content %}{{ message.content }}{% endif %}"
+    "{% if message.tool_calls %}{% for call in message.tool_calls %}"
+    "{{ '<tool_call>\n<function=' + call.function.name + '>\n' }}"
+    "{% if call.function.arguments is mapping %}{% for name, value in call.function.arguments|items %}"
+    "{{ '<parameter=' + name + '>\n' }}{{ value }}{{ '\n</parameter>\n' }}"
+    "{% endfor %}{% endif %}{{ '</function>\n</tool_call>' }}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Calls as Qwen3-Coder writes them. Newlines are in expressions: Jinja's `trim_blocks` takes those after tags away."""
+
+CALL_MARKS = ["<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>"]
+
+TINY_VOCAB, TOOL_VOCAB, QWEN3_VOCAB = 128, 256, 151936
 FIRST_SPECIAL = 151643
 """Of Qwen3's vocabulary."""
 
@@ -55,14 +76,29 @@ def random_models_tokenizer(vocab_size: int) -> Tokenizer:
 
 def tiny_tokenizer(vocab_size: int = TINY_VOCAB) -> Tokenizer:
     """One token a character: newline and printable ASCII; the special IDs before them, reserved ones behind."""
-    characters = ["\n", *map(chr, range(32, 127))]
-    special = [END_OF_TEXT, TURN_START, TURN_END, UNKNOWN]
-    reserved = [f"<|reserved_{i}|>" for i in range(vocab_size - len(special) - len(characters))]
-    vocabulary = {token: i for i, token in enumerate([*special, *characters, *reserved])}
+    reserved = [f"<|reserved_{i}|>" for i in range(vocab_size - len(SPECIAL) - len(CHARACTERS))]
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS, *reserved])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([special_token(t) for t in [*special, *reserved]])
+    tokenizer.add_special_tokens([special_token(t) for t in [*SPECIAL, *reserved]])
+    return tokenizer
+
+
+def tool_tokenizer() -> Tokenizer:
+    """As `tiny_tokenizer`, with a token for each two digits and for each mark of a tool's call; 256 IDs.
+
+    A number has several spellings in tokens, of which encoding knows one: what a model wrote with another has other IDs
+    when its text is encoded again.
+    """
+    pairs = [(first, second) for first in string.digits for second in string.digits]
+    known = [*SPECIAL, *CHARACTERS, *(first + second for first, second in pairs), *CALL_MARKS]
+    reserved = [f"<|reserved_{i}|>" for i in range(TOOL_VOCAB - len(known))]
+    vocabulary = {token: i for i, token in enumerate([*known, *reserved])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token=UNKNOWN))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([special_token(t) for t in [*SPECIAL, *reserved]])
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in CALL_MARKS])
     return tokenizer
 
 

@@ -46,7 +46,7 @@ def send(model: Any, gathered: GatheredWeights, engine_ranks: int) -> None:
     slots = [Slot(name, torch.bfloat16, tuple(p.shape)) for name, p in model.named_parameters()]
     source = LocalWeights(
         lambda version: slots, lambda version: gathered.weights(), None, model.config,  # type: ignore[arg-type]
-        transport="gloo", device="cpu", timeout_s=DEADLINE_S, proof="sha256",
+        transport="gloo", device="cpu", timeout_s=DEADLINE_S, proof="sha256", resident=False,
     )  # fmt: skip
     port = source.listen("127.0.0.1")
     say({"port": port, "info": Manifest(tuple(slots), packed=True).info()})

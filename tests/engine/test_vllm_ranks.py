@@ -109,7 +109,7 @@ def test_a_trainer_of_two_ranks_gathers_once_an_update(two_ranks: Any, versions:
 
 def test_the_engine_dies_with_one_of_its_ranks(two_ranks: Any) -> None:
     """The last test of this engine."""
-    workers = [p for p in psutil.Process().children(recursive=True) if "Worker" in " ".join(p.cmdline())]
+    workers = [p for p in psutil.Process().children(recursive=True) if "Worker_TP" in " ".join(p.cmdline())]
     assert len(workers) == RANKS
     workers[-1].kill()
     began = time.monotonic()

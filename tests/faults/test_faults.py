@@ -14,6 +14,9 @@ from functional.runtime.jsonlines import read_json_lines
 from functional.runtime.recipe.seeds import engine_seed
 from functional.runtime.rollout.records import read_records
 from functional.runtime.rollout.requests import join, read_attempts
+from functional.suite.doctor.examine import examine
+from functional.suite.doctor.finding import Result
+from functional.suite.doctor.folder import RunFolder
 from functional.suite.faults import CASES, run_case
 from functional.suite.flaky import PLACES
 from functional.suite.models import find_model
@@ -35,11 +38,24 @@ FOREIGN = {
     "ALL_PROXY": "http://127.0.0.1:9",
 }
 """What a caller's shell or pod may hold of other programs' settings."""
+DIAGNOSED = {
+    "worker-killed-generating": {"worker-lost"},
+    "worker-killed-mid-transfer": {"worker-lost"},
+    "rank-killed-generating": {"worker-lost"},
+    "rank-killed-mid-transfer": {"worker-lost"},
+    "etcd-killed": {"etcd-ended"},
+    "nats-killed": {"nats-server-ended"},
+    "frontend-killed": {"frontend-ended"},
+    "driver-killed-starting": {"driver-killed"},
+    "driver-killed-generating": {"driver-killed"},
+    "driver-killed-updating": {"driver-killed", "died-updating"},
+}
+"""What the doctor must name, of each case."""
 LATER = ("rank-killed-mid-transfer",)
 WITH_EXPERTS = "rank-killed-generating"
 EXPERTS = ["policy.model_name=builtin:random-qwen3-moe", "data.dataset_name=token_set", "policy.optimizer.lr=0.5"]
 """In that case, which is a whole run of two ranks: the family in which most can go wrong (experts that transformers
-fuses, fewer KV heads than ranks, a padded vocabulary). All others are in test_families."""
+fuses, fewer KV heads than ranks, a padded vocabulary). All others are in test_family_runs."""
 TWO_WORKERS = ("cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2")
 
 
@@ -62,6 +78,10 @@ def logged_seeds(log):
 def test_it_ends_clearly_and_leaves_nothing(name, tmp_path):
     outcome = run_case(name, RECIPE, tmp_path / "out", EXPERTS if name == WITH_EXPERTS else [], EXIT_DEADLINE_S)
     assert outcome.problems == []
+    found = [one for one in examine(RunFolder.open(tmp_path / "out")) if one.cause]
+    assert {one.cause for one in found} >= DIAGNOSED[name]
+    wanted = Result.RECOVERED if CASES[name].status == 0 else Result.PROBLEM
+    assert {one.result for one in found} == {wanted}, found
 
 
 @pytest.fixture(scope="session")

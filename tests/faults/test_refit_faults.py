@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from functional.runtime.recipe.seeds import engine_seed
+from functional.suite.doctor.examine import examine
+from functional.suite.doctor.folder import RunFolder
 from tests.recipes import RECIPES
 
 RECIPE = RECIPES / "grpo_cpu.yaml"
@@ -29,11 +31,34 @@ EXPECTED = {
     "trainer-killed-mid-transfer",
 }
 
+DIAGNOSED = {
+    "send-failed",
+    "weights-not-proved",
+    "old-weights-served",
+    "clear-refused",
+    "cache-not-cleared",
+    "worker-lost",
+    "transfer-deadline",
+    "sender-lost",
+    "update-given-up",
+}
+"""What the doctor must name, each from its own fault in the one run."""
+
+
+WAYS = {
+    "checkpoint": (),
+    "keyed": ("policy.generation.dynamo_cfg.proof=nh",),
+    "plan": ("policy.generation.vllm_cfg.env_vars.VLLM_CPU_RESIDENT_WEIGHTS='1'",),
+}
+
 
 @pytest.mark.faults
-def test_each_fault_comes_to_its_end_and_nothing_is_left(tmp_path):
+@pytest.mark.parametrize(
+    "way", ["checkpoint", *(pytest.param(way, marks=pytest.mark.full) for way in ("keyed", "plan"))]
+)
+def test_each_fault_comes_to_its_end_and_nothing_is_left(way, tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "functional.suite.cli", "refit-faults", str(RECIPE), "--out", str(out)]
+    command = [sys.executable, "-m", "functional.suite.cli", "refit-faults", str(RECIPE), *WAYS[way], "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((out / "report.json").read_text())
@@ -41,6 +66,8 @@ def test_each_fault_comes_to_its_end_and_nothing_is_left(tmp_path):
     assert {f"fault.{name}" for name in EXPECTED} <= passed
     assert sum(name.startswith("fault.failing-send-") for name in passed) == 4
     assert "teardown.nothing_left" in passed
+    assert {one.cause for one in examine(RunFolder.open(out))} >= DIAGNOSED
+    assert {refit["by_plan"] for refit in report["refits"]} == {way == "plan"}
     shut = [t for t in report["refit_transitions"] if t["after"] != "serving"]
     assert not any(t["admission"] for t in shut)
     launched = {int(slot): seeds for slot, seeds in report["topology"]["seeds"].items()}

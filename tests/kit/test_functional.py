@@ -45,6 +45,7 @@ case "$RECIPE" in
   echo started
   while :; do sleep 0.05; done ;;
 esac
+echo "<p>$RECIPE</p>" > "$FUNCTIONAL_OUT/report.html"
 case "$RECIPE" in
 *failing*)
   echo '{JUNIT}' > "$FUNCTIONAL_OUT/junit.xml"
@@ -96,6 +97,12 @@ class TestFunctional:
         assert section is not None
         assert [section[key] for key in ("status", "passed", "failed", "skipped")] == ["passed", 2, 0, 1]
         assert section["image_digest"] == json.loads((made / "oci/index.json").read_text())["manifests"][0]["digest"]
+        assert section["pages"] == {"report.html": sha256_of(made / "functional/report.html")}
+        facts = json.loads((made / "functional/release.json").read_text())
+        assert facts["image_digest"] == section["image_digest"]
+        assert facts["sqsh_sha256"] == section["sqsh_sha256"] == sha256_of(made / "tiny.sqsh")
+        assert facts["inputs"] == INPUTS
+        assert facts["commit"] is None  # this copy of the kit is no checkout
         assert kit("verify", "tiny").returncode == 0
 
     def test_a_failing_suite_is_a_result_too(self, kit: Kit, made: Path) -> None:
@@ -254,6 +261,7 @@ class TestVerify:
             ("oci/index.json", "✗ image: layout"),
             ("tiny.sqsh", "✗ sqsh: sha256 of the file"),
             ("functional/report.json", "✗ functional: sha256 of the report"),
+            ("functional/report.html", "✗ functional: sha256 of report.html"),
         ],
     )
     def test_every_artifact_is_held_against_its_section(self, kit: Kit, made: Path, damaged: str, finding: str) -> None:

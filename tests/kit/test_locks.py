@@ -86,5 +86,5 @@ def test_bases_and_archives_are_pinned() -> None:
 
 
 def test_an_unknown_set() -> None:
-    with pytest.raises(UsageError, match="unknown lock set 'gpu': choose from kit, cpu, cuda"):
+    with pytest.raises(UsageError, match="unknown lock set 'gpu': choose from kit, pages, gym, cpu, cuda"):
         write_locks(["gpu"], upgrade=False)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,18 @@ def test_descendants_of_a_process_without_children_are_none():
         assert guard.descendants(child.pid) == []
         assert child.pid in guard.descendants(os.getpid())
         child.kill()
+
+
+def test_the_folder_goes_and_the_shared_memory_that_is_named_after_it(tmp_path):
+    folder = tmp_path / f"w{uuid.uuid4().hex}"
+    folder.mkdir()
+    own, other = (guard.SHARED_MEMORY / name for name in (f"{folder.name}-0-[0-1]", f"{folder.name}0-"))
+    own.touch()
+    other.touch()
+    try:
+        ManagedProcess("short", ["true"], tmp_path / "log", os.environ, folder=folder).stop()
+        assert not folder.exists()
+        assert not own.exists()
+        assert other.exists()
+    finally:
+        other.unlink()

@@ -28,7 +28,7 @@ CLASSES = [
     ("vllm_cfg.async_engine", "true", "inapplicable", "always"),
     ("vllm_cfg.use_tqdm", "true", "inapplicable", "progress"),
     ("vllm_cfg.http_refit_server_port", 8000, "inapplicable", "collective"),
-    ("vllm_cfg.expose_http_server", "true", "managed", "frontend"),
+    ("vllm_cfg.expose_http_server", "true", "managed", "serves chat at dynamo_cfg.chat_host"),
     ("vllm_cfg.enable_vllm_metrics_logger", "true", "managed", "metrics"),
     ("vllm_cfg.enable_vllm_metrics_logger", "false", "managed", "reads them once"),
     ("vllm_cfg.vllm_metrics_logger_interval", 0.5, "managed", "metrics_interval_s"),

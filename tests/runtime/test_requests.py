@@ -1,11 +1,21 @@
 """The journal of requests, and its join with the workers' logs: each way in which they may not fit has its list."""
 
+import asyncio
 import json
 import uuid
+from pathlib import Path
 
 import pytest
 
-from functional.runtime.rollout.requests import Attempt, RequestJournal, join, read_attempts, received_requests
+from functional.runtime.errors import RunError
+from functional.runtime.rollout.requests import (
+    Attempt,
+    RequestJournal,
+    SharedWrites,
+    join,
+    read_attempts,
+    received_requests,
+)
 
 FIRST, SECOND, THIRD = (str(uuid.UUID(int=number)) for number in (1, 2, 3))
 
@@ -69,3 +79,42 @@ def test_only_generate_requests_count(tmp_path):
     log = tmp_path / "worker-0.log"
     log.write_text(line(FIRST) + line(SECOND, "rl") + line(THIRD))
     assert received_requests(log) == [FIRST, THIRD]
+
+
+def test_many_that_wait_for_the_journal_share_its_writes(tmp_path):
+    journal = RequestJournal(tmp_path / "requests.jsonl")
+    marks = []
+    written = journal.written
+    journal.written = lambda: marks.append(1) or written()
+
+    async def wait_all():
+        writes = SharedWrites(journal)
+
+        async def add(number):
+            await asyncio.sleep(number % 3 / 1000)
+            journal.add(attempt(f"{number:036}"))
+            await writes.written()
+            in_file = (tmp_path / "requests.jsonl").read_text()
+            assert f"{number:036}" in in_file, "returned before its attempt was in the file"
+
+        given_up = asyncio.ensure_future(writes.written())
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(*map(add, range(200)))
+
+    asyncio.run(wait_all())
+    journal.close()
+    assert len(marks) < 100
+
+
+def test_all_that_wait_hear_that_nothing_can_be_recorded_any_more():
+    journal = RequestJournal(Path("/dev/full"))
+
+    async def wait_all():
+        writes = SharedWrites(journal)
+        journal.add(attempt("0" * 36))
+        return await asyncio.gather(*(writes.written() for _ in range(3)), return_exceptions=True)
+
+    failures = asyncio.run(wait_all())
+    assert [type(failure) for failure in failures] == [RunError] * 3
+    journal.close()

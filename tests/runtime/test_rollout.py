@@ -11,6 +11,7 @@ from functional.runtime.rollout.client import Limits, RolloutClient
 from functional.runtime.rollout.completion import Sampling, read_completion
 from functional.runtime.rollout.gate import AdmissionGate
 from functional.runtime.rollout.pool import HttpPool
+from functional.runtime.rollout.sending import Sender
 
 REQUEST = "6f1b2b3c-0000-4000-8000-000000000001"
 PROMPT = (5, 6, 7)
@@ -111,24 +112,23 @@ def pool():
         yield pool
 
 
-def make_client(pool, url="http://127.0.0.1:9", journal=None, timeout_s=1.0, kind=RolloutClient, **options):
-    return kind(pool, url, "m", AdmissionGate(), Limits(100, 16, 8), timeout_s, journal, **options)
+def make_client(pool, url="http://127.0.0.1:9", journal=None, timeout_s=1.0, **options):
+    return RolloutClient(pool, url, "m", AdmissionGate(), Limits(100, 16, 8), timeout_s, journal, **options)
 
 
-class Answering(RolloutClient):
-    """Answers every request with two tokens, and keeps what was asked."""
+def test_max_tokens_is_cut_to_what_each_prompt_leaves_of_the_context(pool, monkeypatch):
+    sent = []
 
-    async def _post(self, body, request_id, deadline, bound):
+    async def answer_with_two_tokens(self, body, request_id, deadline, bound):
         asked = json.loads(body)
-        self.asked = [*getattr(self, "asked", []), asked["max_tokens"]]
+        sent.append(asked["max_tokens"])
         return encoded(id=f"cmpl-{request_id}", nvext__engine_data__prompt_token_ids=asked["prompt"])
 
-
-def test_max_tokens_is_cut_to_what_each_prompt_leaves_of_the_context(pool):
-    client = make_client(pool, kind=Answering)
+    monkeypatch.setattr(Sender, "_post", answer_with_two_tokens)
+    client = make_client(pool)
     prompts = [[1] * length for length in (1, 12, 13, 14, 15)]
     completions = pool.run(client.complete_all(prompts, Sampling(4)))
-    assert client.asked == [4, 4, 3, 2, 1]
+    assert sent == [4, 4, 3, 2, 1]
     assert [completion.max_tokens for completion in completions] == [4, 4, 3, 2, 1]
     assert [completion.problem for completion in completions] == [None] * 4 + ["2 tokens generated, 1 allowed"]
     assert pool.run(client.complete_on(7, [[1] * 14], Sampling(400)))[0].max_tokens == 2

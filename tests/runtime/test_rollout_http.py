@@ -77,8 +77,8 @@ def journal(tmp_path):
     journal.close()
 
 
-def client_of(pool, server, journal=None, **options):
-    return RolloutClient(pool, server.url, "m", AdmissionGate(), LIMITS, 5.0, journal, **options)
+def client_of(pool, server, journal=None, gate=None, **options):
+    return RolloutClient(pool, server.url, "m", gate or AdmissionGate(), LIMITS, 5.0, journal, **options)
 
 
 def test_a_retried_request_is_one_sample_and_each_attempt_is_in_the_journal_before_it_is_returned(
@@ -182,10 +182,11 @@ def test_the_first_request_that_fails_ends_the_others(pool, server, journal, tmp
         return await asyncio.sleep(60)
 
     server.behave = fail_third
-    client = client_of(pool, server, journal)
+    gate = AdmissionGate()
+    client = client_of(pool, server, journal, gate)
     with pytest.raises(RolloutError, match="400"):
         pool.run(client.complete_all([PROMPT] * 8, Sampling(4)))
-    client._gate.close_and_drain(0)
+    gate.close_and_drain(0)
     outcomes = {attempt.outcome for attempt in read_attempts(tmp_path / "requests.jsonl")}
     assert outcomes == {"aborted"}
 

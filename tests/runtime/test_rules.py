@@ -9,6 +9,7 @@ from functional.runtime.errors import ConfigError
 from functional.runtime.recipe import rules
 from functional.runtime.recipe.load import RecipeError
 from functional.runtime.recipe.rules import find_warnings, merge_stop_strings
+from tests.recipes import expand
 
 W = "G.dynamo_cfg.worker_args"
 F = "G.dynamo_cfg.frontend_args"
@@ -208,6 +209,7 @@ REFUSED = [
     ("G.vllm_cfg.load_format=quick", "G.vllm_cfg.load_format", "vLLM 0.23.0 has"),
     ("policy.scheduler={stages: []}", "policy.scheduler.stages", "at least"),
     ("grpo.val_period=1", "grpo.val_period", "nothing to validate on"),
+    (f"G.vllm_cfg.expose_http_server=true {F}.router_mode=direct", f"{F}.router_mode", "name no worker"),
     ("data={validation: {dataset_name: token_set}}", "data.validation.dataset_name", "rewarded otherwise"),
     ("data={validation: {dataset_name: none.jsonl}}", "data.validation.dataset_name", "no such file"),
     ("grpo={stop_at_validation_metric: accuracy}", "grpo.stop_at_validation_metric", "threshold too"),
@@ -376,6 +378,38 @@ def test_stops_that_the_pinned_dynamo_does_not_take_are_warned_of(load):
     assert "500 beyond 4" in strings
     assert "500 beyond 4" in ids
     assert "use stop_token_ids" in caution
+
+
+CHAT = "G.vllm_cfg.expose_http_server=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ("data.dataset_name=tool_arithmetic", "data.dataset_name"),
+        (f"{CHAT} {W}.endpoint_types=[completions]", f"{W}.endpoint_types"),
+        (f"{CHAT} G.dynamo_cfg.chat_host=0.0.0.0", "G.dynamo_cfg.chat_host"),
+        (f"{CHAT} G.dynamo_cfg.chat_host=::", "G.dynamo_cfg.chat_host"),
+        (f"{CHAT} G.dynamo_cfg.chat_host=localhost", "G.dynamo_cfg.chat_host"),
+        (f"{CHAT} G.dynamo_cfg.chat_port=70000", "G.dynamo_cfg.chat_port"),
+        ("G.vllm_cfg.expose_http_server=please", "G.vllm_cfg.expose_http_server"),
+    ],
+)
+def test_what_a_chat_server_cannot_be_is_refused(load, overrides, key):
+    with pytest.raises(ConfigError) as refused:
+        load(*split(overrides))
+    assert [problem.key for problem in refused.value.problems] == [expand(key)]
+
+
+def test_a_chat_server_that_others_reach_and_a_parser_that_loses_token_data_are_warned_of(load):
+    assert find_warnings(load(CHAT, f"{W}.tool_call_parser=qwen3_coder")) == []
+    assert find_warnings(load(CHAT, f"{W}.tool_call_parser=deepseek_v4")) == []
+    assert find_warnings(load(f"{W}.tool_call_parser=hermes")) == []
+    parser, host = find_warnings(load(CHAT, f"{W}.tool_call_parser=hermes", "G.dynamo_cfg.chat_host=10.0.0.7"))
+    assert parser.startswith("policy.generation.dynamo_cfg.worker_args.tool_call_parser='hermes': ")
+    assert "may drop engine_data" in parser
+    assert "qwen3_coder" in parser
+    assert "no credentials" in host
 
 
 def test_normalising_what_has_no_deviation_is_warned_of(load):

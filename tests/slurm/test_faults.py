@@ -165,6 +165,12 @@ def test_a_folder_on_the_nodes_own_disk() -> None:
     assert "/dev/" in (job.logs / "driver.log").read_text()
 
 
+def test_the_folder_is_gone_before_the_job_ends() -> None:
+    job = submit("true", nodes=1, settings={"SCRATCH": "/tmp"})
+    assert job.wait() == ("COMPLETED", "0:0"), job.log
+    assert "not heard of at the end" not in job.output
+
+
 def test_another_user_is_refused_at_every_port() -> None:
     script = """python - <<'PYTHON'
 import ray, time

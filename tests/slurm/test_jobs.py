@@ -25,7 +25,7 @@ placed = [place.options(scheduling_strategy=On(node["NodeID"], soft=False)).remo
 places = ray.get(placed)
 found = {"nodes": len(ray.nodes()), "gpus": ray.cluster_resources()["GPU"], "places": places}
 found["secret"] = os.environ["SECRET"]
-found["site's"] = [name for name in ("PYTHONPATH", "VIRTUAL_ENV", "BASH_ENV") if name in os.environ]
+found["site's"] = [name for name in ("PYTHONPATH", "VIRTUAL_ENV", "BASH_ENV", "LC_ALL") if name in os.environ]
 pathlib.Path(os.environ["FUNCTIONAL_OUT"], "found.json").write_text(json.dumps(found))
 PYTHON
 exit 23

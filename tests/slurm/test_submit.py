@@ -71,6 +71,7 @@ def test_the_suite_ends_in_the_record(release: Path, nodes: int, backend: str) -
     recipe = () if nodes == 1 else ("cluster.num_nodes=2",)
     finished = submit("--gpus", "2", "--nodes", str(nodes), "--no-check", *recipe, backend=backend)
     assert finished.returncode == 0, finished.stderr
+    assert "] step 1: " in finished.stderr, "the suite's progress"
     record = json.loads((release / "record.json").read_text())
     assert record["functional"]["status"] == "passed"
     report = json.loads((release / "functional/report.json").read_text())

@@ -50,6 +50,13 @@ def test_an_override_without_a_value(recipe):
     assert "expected key=value" in done.stderr
 
 
+def test_serve_chat_listens_nowhere_but_where_it_is_told(recipe):
+    done = functional("serve-chat", str(recipe), "--host", "0.0.0.0", "--out", str(recipe.parent / "out"))
+    assert done.returncode == 2
+    assert "chat_host='0.0.0.0': would listen everywhere: name one address" in done.stderr
+    assert not (recipe.parent / "out").exists()
+
+
 def test_config_shows_what_a_recipe_resolves_to(recipe):
     done = functional("config", str(recipe), "grpo.max_num_steps=5")
     assert done.returncode == 0

@@ -2,7 +2,8 @@
 
     python guard.py LIFELINE_FD GRACE_SECONDS FOLDER COMMAND...
 
-FOLDER, if not empty, is removed once the command's last process has ended.
+FOLDER, if not empty, is removed once the command's last process has ended, and so is shared memory that is named after
+it: FOLDER's name, a dash, anything.
 
 The guard is a child subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): every orphan below it comes to it. It ends the whole
 tree when the command ends, when it gets SIGTERM or SIGINT, or when the pipe LIFELINE_FD reports end of file, which the
@@ -19,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+SHARED_MEMORY = Path("/dev/shm")
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -59,7 +61,14 @@ def main(lifeline: int, grace_s: float, folder: str, command: list[str]) -> int:
     end_status = _end_tree(child.pid, grace_s, status)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
+        for memory in shared_memory(Path(folder)):
+            memory.unlink(missing_ok=True)
     return end_status
+
+
+def shared_memory(folder: Path) -> list[Path]:
+    """What is named after a folder: an engine's ranks on a CPU leave theirs behind."""
+    return sorted(SHARED_MEMORY.glob(f"{folder.name}-*"))
 
 
 def _reap(main_pid: int) -> int | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 
+from functional.runtime.fleet.guard import shared_memory
 from functional.runtime.fleet.ports import is_listening
 from functional.runtime.fleet.sockets import command_line
 from functional.runtime.recipe.environment import NAMESPACE_VARIABLE
@@ -32,6 +33,7 @@ def find_remains(traces: Traces, wait_s: float = 10.0) -> list[str]:
 def _look(traces: Traces) -> list[str]:
     found = [f"process {pid}: {command}" for pid in _processes(traces) if (command := command_line(pid)[:120])]
     found += [f"port {port} still listens" for port in traces.ports if is_listening(port)]
+    found += [f"shared memory {memory}" for folder in traces.folders for memory in shared_memory(folder)]
     return found + [f"folder {folder}" for folder in traces.folders if folder.exists()]
 
 

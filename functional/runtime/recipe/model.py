@@ -109,7 +109,8 @@ class DynamoConfig(Section):
     metrics_include_prefixes: NeMo RL's name for prefixes of workers and frontend alike; null leaves each their own.
     metrics_exclude_prefixes: of names that are left out all the same.
     proof: what weights are proved by; null is sha256 on cpu and nh on cuda (docs/refit.md).
-    max_inflight_requests: rollouts under way at a time; null for all that there are.
+    max_inflight_requests: rollouts under way at a time; null for all that there are. chat_host, chat_port: where the
+    chat server listens, with `vllm_cfg.expose_http_server`; port 0 for one that is free.
     """
 
     engine: Literal["vllm"] = "vllm"
@@ -119,6 +120,8 @@ class DynamoConfig(Section):
     update_attempts: int = Field(3, ge=1)
     proof: ProofKind | None = None
     max_inflight_requests: int | None = Field(None, ge=1)
+    chat_host: str = "127.0.0.1"
+    chat_port: int = Field(0, ge=0, lt=2**16)
     metrics_interval_s: float = Field(5, gt=0)
     metrics_worker_prefixes: list[str] = ["vllm:", "dynamo_component_"]
     metrics_frontend_prefixes: list[str] = ["dynamo_frontend_", "dynamo_component_router_"]
@@ -143,7 +146,8 @@ class DynamoConfig(Section):
 class VllmConfig(OpenSection):
     """`policy.generation.vllm_cfg`. `env_vars` go to every worker; write a secret there as `${oc.env:NAME}`.
 
-    vllm_metrics_logger_interval: NeMo RL's name for `dynamo_cfg.metrics_interval_s`; seconds.
+    vllm_metrics_logger_interval: NeMo RL's name for `dynamo_cfg.metrics_interval_s`; seconds. expose_http_server: serve
+    chat (docs/chat.md).
     """
 
     tensor_parallel_size: int = Field(1, ge=1)
@@ -155,6 +159,7 @@ class VllmConfig(OpenSection):
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
     load_format: str = "dummy"
     enforce_eager: bool = True
+    expose_http_server: bool = False
     enable_vllm_metrics_logger: bool = True
     vllm_metrics_logger_interval: float | None = Field(None, gt=0)
     env_vars: Annotated[dict[str, str], BeforeValidator(_nothing_is_empty)] = {}
@@ -334,9 +339,10 @@ class DataSource(Section):
 
 
 class DataConfig(Section):
-    """`data`: `arithmetic`, `token_set` (rewards the share of completion tokens in a fixed set), or a local JSONL, with
-    the keys that hold a question's prompt and its answer. Questions for validation are those of `validation`, or, where
-    it is null, the share split_validation_size of these, which is not trained on."""
+    """`data`: `arithmetic`, `token_set` (rewards the share of completion tokens in a fixed set), `tool_arithmetic`
+    (agents that call tools), or a local JSONL, with the keys that hold a question's prompt and its answer. Questions
+    for validation are those of `validation`, or, where it is null, the share split_validation_size of these, which is
+    not trained on."""
 
     dataset_name: str = "arithmetic"
     input_key: str = "prompt"

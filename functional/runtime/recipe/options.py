@@ -109,7 +109,7 @@ CFG: dict[str, Rule] = SHARED | {
     "cap_max_tokens_to_context": Rule(OptionClass.MANAGED, "max_tokens is always cut to what the prompt leaves"),
     "reset_encoder_cache_after_weight_update": unsupported("updates clear the prefix cache; encoders are not served"),
     "video": unsupported("rollouts are text"),
-    "expose_http_server": Rule(OptionClass.MANAGED, "Dynamo's frontend always serves HTTP, on the job's interface"),
+    "expose_http_server": Rule(OptionClass.MANAGED, "true: the runtime serves chat at dynamo_cfg.chat_host"),
     "enable_vllm_metrics_logger": Rule(
         OptionClass.MANAGED, "the runtime samples metrics, or with false reads them once"
     ),

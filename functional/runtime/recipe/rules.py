@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from functional.runtime.recipe.argv import FRONTEND_OWNERS, is_inline, worker_fl
 from functional.runtime.recipe.engine_flags import ENGINE_FLAGS, FRONTEND_FLAGS, WORKER_FLAGS
 from functional.runtime.recipe.environment import MANAGED_PREFIXES, MANAGED_VARIABLES, SHARED_GPU
 from functional.runtime.recipe.flags import Kind, find_extra_problem
-from functional.runtime.recipe.model import Recipe, UnreadKeyError
+from functional.runtime.recipe.model import DynamoConfig, Recipe, UnreadKeyError
 from functional.runtime.recipe.options import (
     GENERATION,
     VLLM_CFG,
@@ -39,7 +40,10 @@ MAX_SENT_STOPS = 4
 """What Dynamo 1.3.0.post1 takes in fact: behind its API's check, more stop strings or stop token IDs are a 500."""
 TRUNCATION = "loss_fn.truncated_importance_sampling"
 UNCORRECTED = "has no effect: set loss_fn.use_importance_sampling_correction to true, or this to null"
-BUILTIN_DATA = ("arithmetic", "token_set")
+TOOL_DATA = "tool_arithmetic"
+BUILTIN_DATA = ("arithmetic", "token_set", TOOL_DATA)
+KEEPS_TOKEN_DATA = ("qwen3_coder", "deepseek_v4")
+"""Tool parsers seen to keep `engine_data` of an answer to a request with tools (Dynamo 1.3.0.post1)."""
 LOAD_FORMATS = (
     *("auto", "dummy", "fastsafetensors", "hf", "instanttensor", "mistral", "modelexpress", "npcache", "pt"),
     *("runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state", "tensorizer"),
@@ -270,7 +274,9 @@ def _validation(recipe: Recipe) -> Iterator[Problem]:
     grpo, data = recipe.grpo, recipe.data
     validates = grpo.val_period > 0 or grpo.val_at_start or grpo.val_at_end
     has_questions = data.validation is not None or data.split_validation_size > 0 or data.dataset_name == "token_set"
-    if validates and not has_questions:
+    if validates and data.dataset_name == TOOL_DATA:
+        yield Problem("data.dataset_name", TOOL_DATA, "agents are not validated: set grpo.val_* to none")
+    elif validates and not has_questions:
         key = "val_period" if grpo.val_period > 0 else "val_at_start" if grpo.val_at_start else "val_at_end"
         message = "nothing to validate on: give data.validation or data.split_validation_size"
         yield Problem(f"grpo.{key}", getattr(grpo, key), message)
@@ -287,7 +293,7 @@ def _validation_data(recipe: Recipe) -> Iterator[Problem]:
         return
     key, name, trained = "data.validation.dataset_name", source.dataset_name, recipe.data.dataset_name
     yield from _dataset(key, name)
-    if (name == "token_set") != (trained == "token_set"):
+    if name == TOOL_DATA or (name == "token_set") != (trained == "token_set"):
         yield Problem(key, name, f"is rewarded otherwise than data.dataset_name={trained}")
 
 
@@ -357,6 +363,8 @@ def find_cautions(recipe: Recipe) -> list[Problem]:
     if given := generation.stop_strings:
         message = "samples that end at a stop string come without engine_data and are rejected, use stop_token_ids"
         cautions.append(Problem(f"{GENERATION}.stop_strings", given, message))
+    if recipe.policy.generation.vllm_cfg.expose_http_server:
+        cautions += _chat_cautions(recipe.policy.generation.dynamo_cfg)
     grpo = recipe.grpo
     if grpo.async_grpo.enabled:
         message = "the loop is synchronous: no sample is older than the policy, which every bound allows"
@@ -372,6 +380,20 @@ def find_cautions(recipe: Recipe) -> list[Problem]:
         message = "has no effect on two generations with use_leave_one_out_baseline: one reward has no deviation"
         cautions.append(Problem("grpo.normalize_rewards", True, message))
     return cautions
+
+
+def _chat_cautions(dynamo: DynamoConfig) -> Iterator[Problem]:
+    parser = dynamo.worker_args.tool_call_parser
+    if parser is not None and parser not in KEEPS_TOKEN_DATA:
+        message = (
+            "Dynamo 1.3.0.post1 may drop engine_data of answers to requests with tools, which are then rejected: "
+            f"use {' or '.join(KEEPS_TOKEN_DATA)}"
+        )
+        yield Problem(f"{WORKER_ARGS}.tool_call_parser", parser, message)
+    with suppress(ValueError):
+        if not ip_address(dynamo.chat_host).is_loopback:
+            message = "whoever reaches this address may use the chat server: it knows no credentials"
+            yield Problem(f"{GENERATION}.dynamo_cfg.chat_host", dynamo.chat_host, message)
 
 
 def merge_stop_strings(*sources: Iterable[str] | None) -> tuple[str, ...]:
@@ -454,6 +476,33 @@ def _extra(path: str, words: Sequence[str], flags: Any, refusal: Callable[[str],
     if found := find_extra_problem(words, flags, refusal):
         word, reason = found
         yield Problem(f"{path}.extra_cli_args", list(words), f"{redacted([word])[0]!r} {reason}")
+
+
+def _chat(recipe: Recipe) -> Iterator[Problem]:
+    generation = recipe.policy.generation
+    dynamo = generation.dynamo_cfg
+    if not generation.vllm_cfg.expose_http_server:
+        if recipe.data.dataset_name == TOOL_DATA:
+            message = f"agents talk to the chat server: set {VLLM_CFG}.expose_http_server to true"
+            yield Problem("data.dataset_name", TOOL_DATA, message)
+        return
+    if "chat" not in dynamo.worker_args.endpoint_types:
+        message = f"{VLLM_CFG}.expose_http_server uses /v1/chat/completions: add chat"
+        yield Problem(f"{WORKER_ARGS}.endpoint_types", dynamo.worker_args.endpoint_types, message)
+    for key, whole in (("top_p", (1.0,)), ("top_k", (None, -1, 0))):
+        if (value := getattr(generation, key)) not in whole:
+            yield Problem(
+                f"{GENERATION}.{key}", value, "the chat server samples from the whole distribution: leave it out"
+            )
+    if dynamo.frontend_args.router_mode == "direct":
+        message = "the chat server's requests name no worker: let the frontend route them"
+        yield Problem(f"{GENERATION}.dynamo_cfg.frontend_args.router_mode", "direct", message)
+    host = f"{GENERATION}.dynamo_cfg.chat_host"
+    try:
+        if ip_address(dynamo.chat_host).is_unspecified:
+            yield Problem(host, dynamo.chat_host, "would listen everywhere: name one address")
+    except ValueError:
+        yield Problem(host, dynamo.chat_host, "must be an IP address of this machine")
 
 
 def _data(recipe: Recipe) -> Iterator[Problem]:
@@ -546,6 +595,7 @@ RULES: tuple[Rule, ...] = (
     _variables,
     _variables_of_a_shared_gpu,
     _endpoint_types,
+    _chat,
     _template,
     _worker_words,
     _frontend_words,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functional.engine.group import Group
 from functional.engine.plan_copy import Packer, make_buffers
 from functional.engine.plan_wire import Agreement, Verdict, prove_sender, send_planned
+from functional.engine.surroundings import settle_memory
 from functional.engine.transports import ProofKind
 from functional.runtime.refit.expected import NamedTensors
 
@@ -12,13 +13,14 @@ from functional.runtime.refit.expected import NamedTensors
 class PlannedSender:
     """Rank 0 of a group that has agreed on updates by plan."""
 
-    def __init__(self, group: Group, agreement: Agreement, kind: ProofKind, timeout_s: float) -> None:
+    def __init__(self, group: Group, agreement: Agreement, kind: ProofKind, timeout_s: float, resident: bool) -> None:
         self._group = group
         self._kind = kind
         self._timeout_s = timeout_s
         self._agreement = agreement
         schedule, _ = agreement.parts
-        self._packer = Packer(schedule, make_buffers(schedule.largest, group.device), resident=True)
+        settle_memory()
+        self._packer = Packer(schedule, make_buffers(schedule.largest, group.device), resident=resident)
 
     def send(
         self, named: NamedTensors, on_wire: Callable[[NamedTensors], NamedTensors] = lambda named: named

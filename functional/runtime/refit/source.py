@@ -38,13 +38,15 @@ class LocalWeights:
         device: torch.device | str,
         timeout_s: float,
         proof: ProofKind | None = None,
+        resident: bool = True,
     ) -> None:
         """layout: version → checkpoint name, dtype and shape of every weight, without a tensor; raises RefitError for a
         version that is not held. weights: version → (checkpoint name, bfloat16 tensor) of the same, in the same order;
         a tensor must not change until `proof` has returned, or the next `send` begins. score: as `WeightSource.score`.
 
         config: the model's Hugging Face configuration; transport: gloo or nccl; timeout_s: of each wait; proof: what
-        weights are proved by, as fits the transport if not given.
+        weights are proved by, as fits the transport if not given; resident: the tensors lie at the same
+        place in every update, and may be held on to (not gathered ones).
         """
         self._layout = layout
         self._weights = weights
@@ -55,6 +57,7 @@ class LocalWeights:
         self._timeout_s = timeout_s
         self._proof: ProofKind = proof or PROOFS[transport]
         self._sender: Sender | None = None
+        self._resident = resident
         self._plans: list[Plan] | None = None
         self._planned: PlannedSender | None = None
         self._sent: tuple[int, ExpectedProof] | None = None
@@ -88,7 +91,7 @@ class LocalWeights:
             raise RefitError(f"the weights cannot be proved: {refused}") from refused
         self._plans = agreement.of_engine
         if agreement.schedule is not None:
-            self._planned = self._with_sender(lambda sender: sender.planned(agreement, self._proof))
+            self._planned = self._with_sender(lambda sender: sender.planned(agreement, self._proof, self._resident))
         return dict(agreement.problems)
 
     def send_by_plan(self, version: int) -> Verdict:
@@ -231,9 +234,9 @@ class Sender:
         """Agree with the workers, beside their `learn_plan`, on how updates are made. Raises as `lead_agreement`."""
         return lead_agreement(self._connected(), slots, self._timeout_s)
 
-    def planned(self, agreement: Agreement, proof: ProofKind) -> PlannedSender:
-        """What sends by plan in this group."""
-        return PlannedSender(self._connected(), agreement, proof, self._timeout_s)
+    def planned(self, agreement: Agreement, proof: ProofKind, resident: bool) -> PlannedSender:
+        """What sends by plan in this group. resident: as for `LocalWeights`."""
+        return PlannedSender(self._connected(), agreement, proof, self._timeout_s, resident)
 
     def exchange(self, manifest: Manifest) -> None:
         """Rank 0's part of `wire.exchange`."""

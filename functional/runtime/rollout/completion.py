@@ -10,7 +10,7 @@ import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -137,7 +137,7 @@ class _WorkerId(msgspec.Struct):
     decode_worker_id: int | None = None
 
 
-class _Extension(msgspec.Struct):
+class Extension(msgspec.Struct):
     completion_token_ids: list[int] | None = None
     engine_data: _EngineData | None = None
     worker_id: _WorkerId | None = None
@@ -150,7 +150,7 @@ class _Answer(msgspec.Struct):
     id: str | None = None
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    nvext: _Extension | None = None
+    nvext: Extension | None = None
 
 
 _DECODER = msgspec.json.Decoder(_Answer)
@@ -163,50 +163,90 @@ def read_completion(
 
     Raises ValueError for what is not JSON: it was cut on its way.
     """
-    misshapen = None
+    answer, misshapen = decode_answer(_DECODER, _Answer, body)
+    choices = answer.choices or [_Choice()]
+    asked = Asked(f"cmpl-{request_id}", request_id, prompt, sampling.max_tokens, sent_at, attempt)
+    told = Told(
+        answer.id, len(choices), choices[0].finish_reason, choices[0].logprobs and choices[0].logprobs.token_logprobs
+    )
+    details = answer.usage and answer.usage.prompt_tokens_details
+    return as_completion(asked, told, details and details.cached_tokens, answer.nvext, misshapen)
+
+
+AnswerType = TypeVar("AnswerType")
+
+
+def decode_answer(
+    decoder: "msgspec.json.Decoder[AnswerType]", kind: type[AnswerType], body: bytes
+) -> tuple[AnswerType, str | None]:
+    """The answer, and None; an empty one, and why, where it has another shape. Raises ValueError for no JSON."""
     try:
-        answer = _DECODER.decode(body)
+        return decoder.decode(body), None
     except msgspec.ValidationError as error:
-        answer, misshapen = _Answer(), f"the answer is not shaped as Dynamo's are: {error}"
+        return kind(), f"the answer is not shaped as Dynamo's are: {error}"
     except msgspec.DecodeError as error:
         raise ValueError(f"the answer is not JSON: {error}") from error
-    nvext = answer.nvext or _Extension()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an answer is held against. answer_id: the one that it must have."""
+
+    answer_id: str
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sent_at: float
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an answer says in the form of its endpoint. listed: its own copy of the log-probs."""
+
+    answer_id: str | None
+    choices: int
+    finish_reason: str | None
+    listed: Sequence[float | None] | None
+
+
+def as_completion(
+    asked: Asked, told: Told, cached_tokens: int | None, nvext: Extension | None, misshapen: str | None
+) -> Completion:
+    """A Completion, with `problem` set to the first rule that the answer breaks; `misshapen` comes before all."""
+    nvext = nvext or Extension()
     engine = nvext.engine_data or _EngineData()
-    choice = answer.choices[0] if answer.choices else _Choice()
-    details = answer.usage and answer.usage.prompt_tokens_details
     timing = nvext.timing or {}
     logprobs = engine.completion_logprobs or []
     if None in logprobs:
         logprobs = [math.nan if value is None else value for value in logprobs]
     completion = Completion(
-        request_id=request_id,
-        prompt_token_ids=prompt,
+        request_id=asked.request_id,
+        prompt_token_ids=asked.prompt,
         token_ids=tuple(nvext.completion_token_ids or ()),
         logprobs=tuple(cast("list[float]", logprobs)),
         instance_id=nvext.worker_id.decode_worker_id if nvext.worker_id else None,
-        cached_tokens=(details and details.cached_tokens) or 0,
+        cached_tokens=cached_tokens or 0,
         kv_hit_rate=timing.get("kv_hit_rate"),
-        sent_at=sent_at,
+        sent_at=asked.sent_at,
         answered_at=time.time(),
         problem=None,
-        attempt=attempt,
+        attempt=asked.attempt,
         timing=timing,
-        max_tokens=sampling.max_tokens,
-        truncated=choice.finish_reason == "length",
+        max_tokens=asked.max_tokens,
+        truncated=told.finish_reason == "length",
     )
-    problem = misshapen or find_problem(completion, answer, engine)
+    problem = misshapen or find_problem(completion, asked, told, engine)
     return completion if problem is None else replace(completion, problem=problem)
 
 
-def find_problem(completion: Completion, answer: _Answer, engine: _EngineData) -> str | None:
+def find_problem(completion: Completion, asked: Asked, told: Told, engine: "_EngineData") -> str | None:
     """The first rule the completion breaks, or None. engine: `nvext.engine_data`."""
-    ids, logprobs = completion.token_ids, completion.logprobs
-    choices = answer.choices or [_Choice()]
-    listed = choices[0].logprobs and choices[0].logprobs.token_logprobs  # Dynamo's second copy of the log-probs
-    if answer.id != f"cmpl-{completion.request_id}":
-        return f"answer is for another request: {answer.id!r}, sent {completion.request_id}"
-    if len(choices) != 1:
-        return f"{len(choices)} choices in the answer, expected 1"
+    ids, logprobs, listed = completion.token_ids, completion.logprobs, told.listed
+    if told.answer_id != asked.answer_id:
+        return f"answer is for another request: {told.answer_id!r}, sent {completion.request_id}"
+    if told.choices != 1:
+        return f"{told.choices} choices in the answer, expected 1"
     if not ids:
         return "no completion token IDs in the answer"
     if tuple(engine.completion_token_ids or ()) != ids:

@@ -1,8 +1,11 @@
-"""The admission gate, which keeps rollouts and policy updates apart."""
+"""The admission gate, which keeps rollouts and policy updates apart, and the limit of what is under way."""
 
+import asyncio
 import threading
+from contextlib import AbstractAsyncContextManager, nullcontext
+from types import TracebackType
 
-from functional.runtime.errors import RolloutError
+from functional.runtime.errors import AdmissionShutError, RolloutError
 
 
 class AdmissionGate:
@@ -27,10 +30,10 @@ class AdmissionGate:
             return None if self._inside else self._entered
 
     def enter(self) -> None:
-        """Count one rollout in. Raises RolloutError while the gate is shut."""
+        """Count one rollout in. Raises AdmissionShutError while the gate is shut."""
         with self._condition:
             if not self._open:
-                raise RolloutError("rollout refused: admission is shut (an update is under way or has failed)")
+                raise AdmissionShutError("rollout refused: admission is shut (an update is under way or has failed)")
             self._inside += 1
             self._entered += 1
 
@@ -54,3 +57,29 @@ class AdmissionGate:
     def reopen(self) -> None:
         with self._condition:
             self._open = True
+
+
+class Admission:
+    """What a rollout passes before it is sent: the limit of its client, then the gate."""
+
+    def __init__(self, gate: AdmissionGate, max_inflight: int | None) -> None:
+        """max_inflight: rollouts under way at a time, None for all of them."""
+        self._gate = gate
+        self._inflight: AbstractAsyncContextManager[object] = (
+            nullcontext() if max_inflight is None else asyncio.Semaphore(max_inflight)
+        )
+
+    async def __aenter__(self) -> None:
+        """Raises AdmissionShutError while the gate is shut."""
+        await self._inflight.__aenter__()
+        try:
+            self._gate.enter()
+        except BaseException:
+            await self._inflight.__aexit__(None, None, None)
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._gate.leave()
+        await self._inflight.__aexit__(kind, value, trace)

@@ -5,28 +5,54 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from functional.runtime.errors import RolloutError
 from functional.runtime.fleet.fleet import Fleet
-from functional.runtime.rollout.completion import Completion, Sampling
-from functional.runtime.rollout.spread import SpreadClient
+from functional.runtime.rollout.completion import Sampling
+from functional.runtime.rollout.pool import HttpPool
 
 WATCH_INTERVAL_S = 0.5
 DYING_S = 3.0
 """How long a worker whose requests failed may take until its processes have ended."""
 
 
+class Found(Protocol):
+    """A dataclass: what came of a prompt, and at which attempt."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def attempt(self) -> int: ...
+
+
+AskedType = TypeVar("AskedType", contravariant=True)
+FoundType = TypeVar("FoundType", bound=Found)
+FoundOut = TypeVar("FoundOut", bound=Found, covariant=True)
+
+
+class Completer(Protocol[AskedType, FoundOut]):
+    """A client of batches, such as SpreadClient."""
+
+    @property
+    def pool(self) -> HttpPool: ...
+
+    async def complete_each(
+        self, prompts: Sequence[AskedType], sampling: Sampling, given_up: asyncio.Event
+    ) -> Sequence[FoundOut | RolloutError]: ...
+
+
 def generate(
-    client: SpreadClient,
+    client: Completer[AskedType, FoundType],
     fleet: Fleet,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[AskedType],
     sampling: Sampling,
     *,
     find_lost: Callable[[], Mapping[int, str]],
     make_whole: Callable[[], None] | None,
     on_lost: Callable[[int, RolloutError], None] = lambda index, error: None,
     addressed: Callable[[Sampling], Sampling] = lambda sampling: sampling,
-) -> list[Completion]:
+) -> list[FoundType]:
     """A completion for each prompt, in order; `attempt` is one higher for those that were generated again.
 
     find_lost asks every worker, and gives slot → why for those that count as lost; make_whole replaces them, at the
@@ -52,18 +78,18 @@ def generate(
     for found in outcomes:
         if isinstance(found, RolloutError):
             raise found
-    return [found for found in outcomes if isinstance(found, Completion)]
+    return [found for found in outcomes if not isinstance(found, RolloutError)]
 
 
 def complete_under_watch(
-    client: SpreadClient, fleet: Fleet, prompts: Sequence[Sequence[int]], sampling: Sampling
-) -> list[Completion | RolloutError]:
+    client: Completer[AskedType, FoundType], fleet: Fleet, prompts: Sequence[AskedType], sampling: Sampling
+) -> list[FoundType | RolloutError]:
     """One outcome a prompt; once every worker is lost, what is under way is given up.
 
     Raises ProcessDiedError when a process dies that nothing replaces.
     """
 
-    async def watch() -> list[Completion | RolloutError]:
+    async def watch() -> list[FoundType | RolloutError]:
         given_up = asyncio.Event()
         rollouts = asyncio.ensure_future(client.complete_each(prompts, sampling, given_up))
         try:
@@ -76,7 +102,7 @@ def complete_under_watch(
             rollouts.cancel()
             await asyncio.gather(rollouts, return_exceptions=True)
             raise
-        return await rollouts
+        return list(await rollouts)
 
     return client.pool.run(watch())
 

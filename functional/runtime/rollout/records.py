@@ -13,7 +13,8 @@ class RolloutRecord:
     """Everything that identifies one sample. Log-probs in nats, times in seconds since the epoch.
 
     policy_version: the version whose weights made it; request_id and instance_id join it to Dynamo's logs; max_tokens:
-    what its prompt left it of `max_new_tokens`; truncated: it ended there, not at a stop token.
+    what its prompt left it of `max_new_tokens`; truncated: it ended there, not at a stop token; turn: of a
+    conversation, whose turns share `rollout` and reward.
     """
 
     run: str
@@ -35,6 +36,7 @@ class RolloutRecord:
     advantage: float | None
     accepted: bool
     reason: str | None
+    turn: int = 1
 
 
 class RecordWriter:

@@ -3,6 +3,7 @@
 A worker logs `request received request_id=<uuid>` with `endpoint="generate"` for each request (Dynamo 1.3.0.post1).
 """
 
+import asyncio
 import re
 import threading
 from collections import Counter, deque
@@ -91,6 +92,41 @@ class RequestJournal:
                 self._lines.append_records([self._attempts.popleft() for _ in range(len(self._attempts))])
         except Exception as error:  # whatever it is, those who wait must hear of it
             self._failure = self._failure or error
+
+
+class SharedWrites:
+    """A journal's `written` for many waiters of one event loop: those who come while it writes share the next one."""
+
+    def __init__(self, journal: RequestJournal) -> None:
+        self._journal = journal
+        self._waiting: list[asyncio.Future[None]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def written(self) -> None:
+        """Returns once all that was added before is in the file. Raises RunError when that cannot be."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        if self._writing is None:
+            self._writing = asyncio.ensure_future(self._write())
+        await waiter
+
+    async def _write(self) -> None:
+        """As long as somebody waits."""
+        while self._waiting:
+            waiting, self._waiting = self._waiting, []
+            failure: BaseException | None = None
+            try:
+                await asyncio.wrap_future(self._journal.written())
+            except RunError as error:
+                failure = error
+            for waiter in waiting:
+                if waiter.done():  # cancelled
+                    continue
+                if failure is None:
+                    waiter.set_result(None)
+                else:
+                    waiter.set_exception(failure)
+        self._writing = None
 
 
 def read_attempts(path: Path) -> list[Attempt]:

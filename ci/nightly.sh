@@ -1,0 +1,160 @@
+#!/usr/bin/env bash
+# A night: image, push, squashfs, the suite directly and through Slurm, longer matrices, verify; then the report, the
+# record and the timings are published, and a time beyond the noise of the nights before fails it.
+#
+#   ci/nightly.sh [--profile cuda] [--name NAME] [--stages image,push,…] [RECIPE] [key=value …]
+#
+# Stages, in this order: image push sqsh functional slurm matrices verify. RECIPE and key=value go to the suite.
+#
+# PUBLISH (dist/nightly) takes a folder a night and history.jsonl, the timings of all of them. IMAGE is where the image is
+# pushed (the kit's own registry if unset). SLURM: auto (if there is an sbatch), always or never. GPUS (2) of a node for a
+# job; SUBMIT: more options of ./build.py submit. MATRIX (ci/nightly-PROFILE.txt): a line of key=value a run, or of a fault
+# case. PYTHON (.venv/bin/python) runs the kit; if it is set, the machine is taken as prepared.
+#
+# Secrets stay out of the log: values of variables whose names tell of one (TOKEN, SECRET, PASSWORD, KEY …) are replaced.
+# Exit status: 0; 1 if a stage failed or a time regressed; 2 for bad usage.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+all=(image push sqsh functional slurm matrices verify)
+profile=cpu name="" stages="" words=()
+
+main() {
+  read_options "$@"
+  local started night
+  started=$(date -u +%Y-%m-%dT%H%M%SZ)
+  night=${PUBLISH:-dist/nightly}/$started-$name
+  mkdir -p "$night"
+  status=0
+  (carry_out "$night") 2>&1 | python3 ci/hide_secrets.py | tee "$night/nightly.log" || status=$?
+  echo "night: ${night}"
+  exit "$status"
+}
+
+read_options() {
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --profile) profile=${2:?--profile NAME} && shift 2 ;;
+      --name) name=${2:?--name NAME} && shift 2 ;;
+      --stages) stages=${2:?--stages A,B} && shift 2 ;;
+      -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" && exit 0 ;;
+      -*) die "unknown option '$1': see ci/nightly.sh --help" ;;
+      *) words+=("$1") && shift ;;
+    esac
+  done
+  name=${name:-$profile}
+  IFS=, read -ra wanted <<<"${stages:-$(IFS=,; echo "${all[*]}")}"
+  local stage
+  for stage in "${wanted[@]}"; do
+    [[ " ${all[*]} " == *" $stage "* ]] || die "there is no stage '$stage': choose of ${all[*]}"
+  done
+}
+
+# Every stage that was asked for, up to the first that fails; then what there is is published, whatever failed.
+carry_out() {
+  local night=$1 stage failed=""
+  prepare
+  : >"$night/stages.tsv"
+  for stage in "${all[@]}"; do
+    [[ " ${wanted[*]} " == *" $stage "* ]] || continue
+    if ! timed "$night" "$stage"; then
+      failed=$stage
+      break
+    fi
+  done
+  publish "$night" "${failed:+failed}" || failed=${failed:-timings}
+  if [ -z "${PYTHON:-}" ] && [ -z "${KEEP:-}" ]; then
+    build --quiet services stop || true
+  fi
+  [ -z "$failed" ] || die1 "the night failed in '$failed'"
+}
+
+prepare() {
+  [ -z "${PYTHON:-}" ] || return 0
+  ci/bootstrap.sh --yes
+  ci/python-env.sh
+}
+
+build() { "${PYTHON:-.venv/bin/python}" build.py "$@"; }
+
+# timed NIGHT STAGE: status 3 of a stage means that it was left out
+timed() {
+  local started status=0
+  started=$(date +%s.%N)
+  echo "== $2"
+  # A shell of its own: `set -e` does not hold in a function whose status is asked for.
+  NIGHT=$1 PROFILE=$profile NAME=$name "$BASH" ci/nightly.sh --only "$2" "${words[@]}" || status=$?
+  printf '%s\t%s\t%s\n' "$2" "$(awk -v a="$started" -v b="$(date +%s.%N)" 'BEGIN { printf "%.2f", b - a }')" "$status" \
+    >>"$1/stages.tsv"
+  [ "$status" != 3 ] || return 0
+  return "$status"
+}
+
+stage_image() { build image --name "$name" --profile "$profile"; }
+
+stage_push() { build push --name "$name"; }
+
+stage_sqsh() { build sqsh --name "$name"; }
+
+stage_functional() { build functional --name "$name" "$@"; }
+
+# The same suite as a job. The direct run's result stays the recorded one if no Slurm is here.
+stage_slurm() {
+  local gpus=${GPUS:-2} more=()
+  [ "$profile" != cpu ] || gpus=${GPUS:-0}
+  if [ "${SLURM:-auto}" = never ] || { [ "${SLURM:-auto}" = auto ] && ! command -v sbatch >/dev/null; }; then
+    echo "left out: no sbatch here (SLURM=${SLURM:-auto})"
+    return 3
+  fi
+  read -ra more <<<"${SUBMIT:-}"
+  build submit --name "$name" --gpus "$gpus" "${more[@]}" "$@"
+}
+
+# Runs that are not recorded: each line of the matrix in the squashfs, its report kept with the night.
+stage_matrices() {
+  local matrix=${MATRIX:-ci/nightly-$profile.txt} number=0 line settings failed=0
+  [ -r "$matrix" ] || die "no matrix $matrix: set MATRIX"
+  while read -r line; do
+    [ -n "${line%%#*}" ] || continue
+    number=$((number + 1))
+    read -ra settings <<<"$line"
+    echo "-- $line"
+    mkdir -p "$night/matrix/$number"
+    echo "$line" >"$night/matrix/$number/settings"
+    build run --name "$name" --network none --mount "$(realpath "$night")/matrix/$number:/out" -- \
+      functional "${settings[0]}" "${settings[@]:1}" --out /out </dev/null || failed=$((failed + 1))
+  done <"$matrix"
+  [ "$failed" = 0 ] || die1 "$failed of $number runs of the matrix failed"
+}
+
+stage_verify() { build verify "$name"; }
+
+# publish NIGHT STATUS
+publish() {
+  local file release=dist/$name
+  for file in "$release"/record.json "$release"/functional/{report.json,report.html,report.md,junit.xml}; do
+    [ ! -e "$file" ] || cp "$file" "$1/"
+  done
+  local slower=0
+  build night "$1" --name "$name" ${2:+--failed} || slower=$?
+  build report "$name" --history "$(dirname "$1")/history.jsonl" >"$1/release.txt"
+  cp "$release/report.html" "$1/release.html"
+  return "$slower"
+}
+
+die1() {
+  echo "error: $*" >&2
+  exit 1
+}
+
+die() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+if [ "${1:-}" = --only ]; then
+  profile=${PROFILE:?} name=${NAME:?} night=${NIGHT:?}
+  "stage_$2" "${@:3}"
+else
+  main "$@"
+fi
