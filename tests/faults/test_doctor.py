@@ -111,7 +111,7 @@ def test_engine_and_trainer_apart_no_signal_and_a_policy_that_stands_still(tmp_p
 @pytest.mark.full
 def test_a_fleet_that_has_too_little_time(tmp_path):
     out = tmp_path / "out"
-    assert run(out, f"{GENERATION}.dynamo_cfg.startup_timeout_s=12") == 1
+    assert run(out, f"{GENERATION}.dynamo_cfg.startup_timeout_s=8") == 1
     assert causes(out) == {"startup-timeout"}
 
 
