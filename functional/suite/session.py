@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import time
@@ -68,6 +69,7 @@ from functional.suite.validation import has_arrived, is_due, judge, validation_p
 WATCH_INTERVAL_S = 0.5
 SEED_TOKENS = 64
 EVENT_DELAY_S = 0.5
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 PAIRS = 400
 """Tokens of a step whose two log-probs are kept for the report."""
 
@@ -609,7 +611,13 @@ def watched(fleet: Fleet, reference: Any) -> Any:
         return ray.get(reference)
     except RayError as error:
         cause = getattr(error, "cause", None) or error
-        raise RunError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:400]}") from error
+        raise RunError(f"trainer: {type(cause).__name__}: {ends_of(str(cause))}") from error
+
+
+def ends_of(text: str) -> str:
+    """A long message on one line: its beginning, and its end, where Ray puts the first cause."""
+    plain = " ".join(COLOURS.sub("", text).split())
+    return plain if len(plain) <= 400 else f"{plain[:120]} … {plain[-280:]}"
 
 
 ALSO_CALLED = {

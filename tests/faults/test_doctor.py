@@ -14,7 +14,7 @@ import pytest
 
 from functional.runtime.fleet.guard import descendants
 from functional.runtime.jsonlines import read_json_lines
-from functional.suite.doctor.examine import READY, RUN, examine
+from functional.suite.doctor.examine import RUN, examine
 from functional.suite.doctor.finding import Result
 from functional.suite.doctor.folder import RunFolder
 from functional.suite.models import find_model
@@ -99,9 +99,11 @@ def test_a_healthy_run_while_it_runs_and_at_its_end(tmp_path):
 @pytest.mark.full
 def test_engine_and_trainer_apart_no_signal_and_a_policy_that_stands_still(tmp_path):
     """Bounds below the rounding, a reward that no answer gets, a learning rate of almost 0: they do not meet."""
-    out = tmp_path / "out"
+    out, data = tmp_path / "out", tmp_path / "unanswerable.jsonl"
+    rows = ({"prompt": f"{number}+1=", "answer": "no number"} for number in range(16))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     bounds = ("checks.token_mult_prob_error=1.0000001", "checks.logprob_noise=1e-9")
-    assert run(out, *bounds, f"{GENERATION}.max_new_tokens=1", "policy.optimizer.lr=1e-12") == 1
+    assert run(out, *bounds, f"data.dataset_name={data}", "policy.optimizer.lr=1e-12") == 1
     assert causes(out) >= {"checks-failed", "engine-trainer-apart", "no-signal", "policy-still"}
 
 
@@ -109,10 +111,8 @@ def test_engine_and_trainer_apart_no_signal_and_a_policy_that_stands_still(tmp_p
 @pytest.mark.full
 def test_a_fleet_that_has_too_little_time(tmp_path):
     out = tmp_path / "out"
-    assert run(out, f"{GENERATION}.dynamo_cfg.startup_timeout_s=12") == 1
-    assert "startup-timeout" in causes(out) | {
-        one.cause for one in examine(RunFolder.open(out)) if one.symptom == READY
-    }
+    assert run(out, f"{GENERATION}.dynamo_cfg.startup_timeout_s=8") == 1
+    assert causes(out) == {"startup-timeout"}
 
 
 @pytest.mark.faults

@@ -128,7 +128,7 @@ REFIT = (
         "nothing of this update may be sampled; compare the worker's proof and its log",
     ),
     _cause(
-        "send-failed", r"injected|the schedule has|send", "the transfer failed and was tried again",
+        "send-failed", r"injected|the schedule has|the send fails|sending ", "the transfer failed and was tried again",
         "the first failed worker's log, and the trainer's",
     ),
 )  # fmt: skip

@@ -73,7 +73,8 @@ _STEP = "the rows below say more"
 def _word_of(error: str) -> str:
     if match := _ENDED.match(error):
         return f"{match['name'].split()[0]}-ended"
-    cause = first((*MACHINE, *REFIT, *STARTING), error)
+    updating = error.startswith("update to policy version")
+    cause = first((*MACHINE, *(REFIT if updating else STARTING)), error)
     return cause.word if cause else "ended-early"
 
 
