@@ -200,6 +200,16 @@ def describe_probe(probe: ProbeVerdict) -> str:
     )
 
 
+def check_validation(checks: Checklist, step: int, completions: list[Completion]) -> None:
+    """Validation's completions are as correct as those that are trained on."""
+    problems = [completion.problem for completion in completions if completion.problem]
+    checks.add(
+        f"step{step}.validation",
+        not problems,
+        "; ".join(problems[:3]) or f"{len(completions)} correct completions",
+    )
+
+
 def check_post_update(checks: Checklist, completions: list[Completion], version: str) -> None:
     """Generation after the last update is as correct as before."""
     problems = [c.problem for c in completions if c.problem]

@@ -82,11 +82,16 @@ def measure(name: str, questions: list[Question], tokenizer: Tokenizer, max_mode
         raise _bad_data(name, error) from error
 
 
-def check_count(record: DataRecord, num_prompts: int) -> None:
-    """Raises ConfigError when there are fewer questions than `num_prompts`, a step's."""
-    if record.questions is not None and record.questions < num_prompts:
-        held = f"{record.dataset_name} holds {record.questions} questions only"
-        raise ConfigError(f"grpo.num_prompts_per_step={num_prompts}: {held}")
+def check_count(record: DataRecord, num_prompts: int, held: float = 0) -> None:
+    """Raises ConfigError when there are fewer questions than `num_prompts`, a step's. held: the share that is not
+    trained on."""
+    if record.questions is None:
+        return
+    left = record.questions - round(held * record.questions)
+    if left < num_prompts:
+        apart = f", {record.questions - left} held out (data.split_validation_size)" if held else ""
+        there = f"{record.dataset_name} holds {left} questions only{apart}"
+        raise ConfigError(f"grpo.num_prompts_per_step={num_prompts}: {there}")
 
 
 def _bad_data(name: str, error: Exception) -> ConfigError:

@@ -271,6 +271,36 @@ class Policy:
             "filter_flip_nats_bound": float(allowed.max()),
         }
 
+    def checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Master weights by name, and the optimizer's state by `key/name`, all on the host."""
+        weights = {name: master.detach().cpu().contiguous() for name, master in self.master.items()}
+        state = {
+            f"{key}/{name}": value.detach().cpu().contiguous()
+            for name, master in self.master.items()
+            for key, value in self.optimizer.state.get(master, {}).items()
+            if isinstance(value, Tensor)
+        }
+        return weights, state
+
+    @torch.no_grad()
+    def resume(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor], steps: int) -> None:
+        """Take what `checkpoint` gave, after so many optimizer steps. Raises ValueError, before anything is changed,
+        for tensors of another model."""
+        if other := weights.keys() ^ self.master.keys():
+            raise ValueError(f"the checkpoint is of another model: {sorted(other)[:3]} differ")
+        for name, tensor in weights.items():
+            if tensor.shape != self.master[name].shape:
+                raise ValueError(f"the checkpoint is of another model: {name} has shape {list(tensor.shape)}")
+        for name, tensor in weights.items():
+            self.master[name].copy_(tensor)
+            self.weights[name].copy_(self.master[name])
+        self.steps = steps
+        self.optimizer, self.scheduler = self._new_optimizer()
+        for place, value in state.items():
+            key, _, name = place.partition("/")
+            master = self.master[name]
+            self.optimizer.state[master][key] = value if value.ndim == 0 else value.to(master.device)
+
     def snapshot(self) -> dict[str, Tensor]:
         """The bfloat16 weights, copied to host memory."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.weights.items()}

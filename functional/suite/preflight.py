@@ -52,22 +52,36 @@ class DataRule:
     def __call__(self, recipe: Recipe) -> Iterator[Problem]:
         with suppress(UnreadKeyError):
             yield from self._tokenizer(recipe.policy.model_name)
+        with suppress(UnreadKeyError):
+            yield from self._validation(recipe)
         name = recipe.data.dataset_name
-        if name not in BUILTIN_DATA and (not name.endswith(".jsonl") or find_file_problem(name)):
-            return  # a rule of the runtime says so
+        if not _is_readable(name):
+            return
         try:
             self.data, questions = read_data(name, recipe.data.keys)
         except ConfigError as error:
             yield _problem("data.dataset_name", name, error)
             return
         with suppress(UnreadKeyError):
-            yield from _count(self.data, recipe.grpo.num_prompts_per_step)
+            yield from _count(self.data, recipe.grpo.num_prompts_per_step, recipe.data.split_validation_size)
         if self.tokenizer is not None and questions:
             context = recipe.policy.generation.vllm_cfg.max_model_len
             try:
                 self.data = replace(self.data, longest_prompt=measure(name, questions, self.tokenizer, context))
             except ConfigError as error:
                 yield _problem("data.dataset_name", name, error)
+
+    def _validation(self, recipe: Recipe) -> Iterator[Problem]:
+        source, context = recipe.data.validation, recipe.policy.generation.vllm_cfg.max_model_len
+        if source is None or not _is_readable(source.dataset_name):
+            return
+        try:
+            _, questions = read_data(source.dataset_name, source.keys)
+            if self.tokenizer is not None:
+                measure(source.dataset_name, questions, self.tokenizer, context)
+        except ConfigError as error:
+            words = str(error).removeprefix(f"data.dataset_name={source.dataset_name!r}: ")
+            yield Problem("data.validation.dataset_name", source.dataset_name, words)
 
     def _tokenizer(self, model: str) -> Iterator[Problem]:
         try:
@@ -78,9 +92,14 @@ class DataRule:
                 yield _problem("policy.model_name", model, error)
 
 
-def _count(record: DataRecord, prompts: int) -> Iterator[Problem]:
+def _is_readable(name: str) -> bool:
+    """Whether there are such questions; if not, a rule of the runtime says so."""
+    return name in BUILTIN_DATA or (name.endswith(".jsonl") and not find_file_problem(name))
+
+
+def _count(record: DataRecord, prompts: int, held: float) -> Iterator[Problem]:
     try:
-        check_count(record, prompts)
+        check_count(record, prompts, held)
     except ConfigError as error:
         yield _problem("grpo.num_prompts_per_step", prompts, error)
 

@@ -103,6 +103,26 @@ class Step(BaseModel):
     mean_reward: Figure = Field(description="Null where no sample has a reward.")
 
 
+class CheckpointRecord(Section):
+    """One checkpoint that was written."""
+
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+
+
+class ValidationRecord(Section):
+    """One validation, by NeMo RL's names; `step` is the one that it came after."""
+
+    step: int
+    prompts: int
+    generations: int
+    accuracy: float = Field(description="Mean reward.")
+    pass_k: float | None = Field(description="Mean of each prompt's best reward; null for one generation.")
+    avg_length: float = Field(description="Tokens of a completion.")
+
+
 class LostSample(Section):
     """A completion lost with its worker, and generated again."""
 
@@ -173,6 +193,9 @@ class Report(Section):
     hardware: Hardware | None = Field(None, description="Of the driver's machine.")
     sockets: list[ListeningSocket] | None = None
     requests: Join | None = None
+    resumed_from: int | None = Field(None, description="The step of the checkpoint that the run went on from.")
+    checkpoints: list[CheckpointRecord] | None = None
+    validations: list[ValidationRecord] | None = None
     fault_cases: list[FaultCase] | None = None
     probe_rates: ProbeRates | None = None
     seconds: float

@@ -5,6 +5,7 @@ token before which less than p of their mass lies. Rounding moves tokens over th
 sampled is scored as a member all the same, and how far it lay outside is noted.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -69,23 +70,29 @@ def _mass(logits: Tensor, least: Tensor) -> Tensor:
 def find_flips(logits: Tensor, ids: Tensor, kept: SamplingFilter, flips: Flips) -> None:
     """Note which of the sampled `ids` [N] are outside the sets of `logits` [N, V].
 
-    A token enters top-k when its logit and the k-th have each moved half of what is between them. It enters top-p when
-    the log-odds of the mass before it have come down to p's; logits that move by a nat move those by two at most.
+    With logits that move by e at most, whatever is less than 2 e above a token may fall behind it, and the log-odds of
+    the mass that still lies before it come down by 2 e at most. It enters top-k once fewer than k are before it, and
+    top-p once those log-odds are p's.
     """
     own = logits.gather(1, ids[:, None])
     outside = (own < least_kept(logits, kept))[:, 0]
     if not outside.any():
         return
-    logits, own = logits[outside], own[outside]
+    flips.tokens += int(outside.sum())
+    for rows, scores in zip(logits[outside].split(ROWS), own[outside].split(ROWS), strict=True):
+        flips.furthest = max(flips.furthest, float(_needed(rows, scores, kept).max()))
+
+
+def _needed(logits: Tensor, own: Tensor, kept: SamplingFilter) -> Tensor:
+    """By how many nats the logits of rows [N, V] must move for the tokens of `own` [N, 1] to be members -> [N]."""
     edge = torch.full_like(own, -torch.inf)
     if kept.top_k is not None:
         edge = _least_kept(logits, SamplingFilter(kept.top_k))
-    needed = (edge - own).clamp(min=0)
+    needed = (edge - own).clamp(min=0)[:, 0]
     if kept.top_p < 1:
-        eligible = (logits >= edge) | (logits == own)
-        before = torch.logsumexp(logits.masked_fill(~eligible | (logits <= own), -torch.inf), -1, keepdim=True)
-        rest = torch.logsumexp(logits.masked_fill(~eligible | (logits > own), -torch.inf), -1, keepdim=True)
-        odds = before - rest - torch.logit(torch.tensor(kept.top_p, device=logits.device))
-        needed = torch.maximum(needed, odds)
-    flips.tokens += int(outside.sum())
-    flips.furthest = max(flips.furthest, float(needed.max()) / 2)
+        falling = logits.masked_fill((logits < edge) & (logits != own), -torch.inf).sort(descending=True).values
+        share = falling.softmax(-1)
+        odds = (share.cumsum(-1) - share).clamp(max=1 - 1e-6).logit()  # of what is before each place
+        short = odds - math.log(kept.top_p / (1 - kept.top_p))
+        needed = torch.maximum(needed, torch.maximum((falling - own).clamp(min=0), short).min(-1).values)
+    return needed / 2

@@ -1,6 +1,7 @@
 """One run from bring-up to its last check: the fleet, the trainer, the recipe's steps, and what each is checked for."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,27 @@ from functional.suite.agents import ToolTask
 from functional.suite.batch import RolloutBatch, score
 from functional.suite.chat_service import chat_server, load_template
 from functional.suite.checklist import Checklist
+from functional.suite.checkpoint import Checkpoints, TrainingInfo
 from functional.suite.cluster import cluster_address, joined_ray
 from functional.suite.data import measure_data
 from functional.suite.flaky import flaky_proxy
 from functional.suite.hardware import UsageSampler
 from functional.suite.models import find_model, find_tokenizer
 from functional.suite.preflight import Prepared
-from functional.suite.report import LostSample, NodePlace, Refit, Report, Step, Topology, write_atomically
+from functional.suite.report import (
+    CheckpointRecord,
+    LostSample,
+    NodePlace,
+    Refit,
+    Report,
+    Step,
+    Topology,
+    ValidationRecord,
+    write_atomically,
+)
 from functional.suite.seeds import check_seeds
 from functional.suite.tasks import Task, make_task
+from functional.suite.validation import has_arrived, is_due, judge, validation_prompts
 
 WATCH_INTERVAL_S = 0.5
 SEED_TOKENS = 64
@@ -101,6 +114,10 @@ class Session:
         self.checks = Checklist()
         self.ports: list[int] = []
         self.remains: list[str] = []
+        self.checkpoints = Checkpoints(
+            prepared.recipe.checkpointing, out / prepared.recipe.checkpointing.checkpoint_dir
+        )
+        self._earlier_engines = 0
         self._joined: Any = None
         self._named: dict[str, list[int]] = {}
         self._stack = ExitStack()
@@ -128,6 +145,7 @@ class Session:
         or engine options are the cause."""
         recipe, generation = self.recipe, self.recipe.policy.generation
         self._name_processes({})
+        resumed = self._resumed()
         self._stack.enter_context(UsageSampler(self.out / "usage.jsonl", lambda: self._named))
         self.event("run: starting", run_dir=str(self.run_dir))
         model_dir = self._phase("model", lambda: find_model(recipe.policy.model_name, self.run_dir, self.say))
@@ -152,7 +170,7 @@ class Session:
         traces: dict[str, Traces] = {}
         self._stack.callback(lambda: self._look_for_remains(traces))
         self._stack.callback(placement.close)
-        trainer = Trainer.options(**placement.trainer).remote(recipe, model_dir)  # type: ignore[attr-defined]
+        trainer = Trainer.options(**placement.trainer).remote(recipe, model_dir, resumed)  # type: ignore[attr-defined]
         self._stack.callback(ray.kill, trainer)
         namespace = new_namespace()
         if cluster_address() is not None:
@@ -165,6 +183,7 @@ class Session:
             log_dir=(self.out / "logs").resolve(),
             programs=programs,
             address=placement.address,
+            earlier_engines=self._earlier_engines,
         )
         patience = generation.dynamo_cfg.startup_timeout_s
         self._phase("engine's parser", lambda: parser.result(patience, recipe.scrub))
@@ -307,18 +326,29 @@ class Session:
         if recipe.data.dataset_name == TOOL_DATA:
             return ToolTask(load_template(recipe, model_dir), recipe.grpo.num_prompts_per_step, recipe.grpo.seed)
         data, grpo = recipe.data, recipe.grpo
-        return make_task(data.dataset_name, self.tokenizer, grpo.num_prompts_per_step, grpo.seed, data.keys)
+        held = data.split_validation_size
+        return make_task(data.dataset_name, self.tokenizer, grpo.num_prompts_per_step, grpo.seed, data.keys, held)
 
     def _train(self, parts: Parts) -> None:
-        steps, fleet = self.recipe.grpo.max_num_steps, parts.fleet
-        self._refit(parts, 0)
+        grpo, fleet = self.recipe.grpo, parts.fleet
+        steps, done = grpo.max_num_steps, self.report.resumed_from or 0
+        self._refit(parts, done)
         self._check_seeds(parts)
         sockets = self._sockets(fleet)
         self.report.sockets = checks.check_sockets(self.checks, sockets, self._told_ports())
-        for step in range(1, steps + 1):
+        if not done and is_due(grpo, 0):
+            self._validate(parts, 0)
+        for step in range(done + 1, steps + 1):
             self._step(parts, step)
             checks.check_stale_refused(self.checks, step, parts.refit)
-            self._refit(parts, step)
+            result = self._refit(parts, step)
+            found = self._validate(parts, step) if is_due(grpo, step) else {}
+            last = step if has_arrived(grpo, found) else steps
+            if result.reached and self.checkpoints.is_due(step, last):
+                self._save(parts, step, found)
+            if step == last < steps:
+                self.say(f"step {step}: {grpo.stop_at_validation_metric} has reached its threshold")
+                break
         checks.check_post_update(self.checks, self._last_completions(parts, steps + 1), str(parts.refit.version))
         if self.recipe.has_prefix_cache:
             self._check_overlap(parts)
@@ -354,6 +384,72 @@ class Session:
         checks.check_step(self.checks, step, batch, metrics, self.recipe.checks)
         self.say(f"step {step}: reward {batch.mean_reward:.3f}, " + checks.describe_step(metrics))
 
+    def _resumed(self) -> Path | None:
+        """The checkpoint to go on from, if there is one. Raises ConfigError for one of another recipe."""
+        config, grpo = self.recipe.checkpointing, self.recipe.grpo
+        newest = self.checkpoints.newest() if config.enabled else None
+        if newest is None:
+            return None
+        info = TrainingInfo.of(newest)
+        ours = {
+            "policy.model_name": (self.recipe.policy.model_name, info.model_name),
+            "policy.optimizer.name": (self.recipe.policy.optimizer.name, info.optimizer),
+            "grpo.seed": (grpo.seed, info.seed),
+        }
+        for key, (given, kept) in ours.items():
+            if given != kept:
+                raise ConfigError(f"{key}={given!r}: the checkpoint {newest} was made with {kept!r}")
+        if info.step >= grpo.max_num_steps:
+            message = f"the checkpoint {newest} has done them all: set more, or another checkpointing.checkpoint_dir"
+            raise ConfigError(f"grpo.max_num_steps={grpo.max_num_steps}: {message}")
+        self.report.resumed_from = info.step
+        self._earlier_engines = info.engines_started
+        self.say(f"going on from {newest}, {info.step} of {grpo.max_num_steps} steps done")
+        return newest
+
+    def _save(self, parts: Parts, step: int, validated: Mapping[str, float]) -> None:
+        began, folder = time.monotonic(), self.checkpoints.path(step).resolve()
+        taken = self.report.steps[-1].model_dump(exclude={"step"})
+        taken |= {"reward": taken.pop("mean_reward")}
+        metrics = {f"train:{name}": value for name, value in taken.items() if math.isfinite(value)}
+        info = TrainingInfo(
+            step=step,
+            seed=self.recipe.grpo.seed,
+            model_name=self.recipe.policy.model_name,
+            optimizer=self.recipe.policy.optimizer.name,
+            engines_started=self._earlier_engines + max(map(len, parts.fleet.seeds.values())),
+            metrics=metrics | {f"val:{name}": value for name, value in validated.items()},
+        )
+        self.event(f"step {step}: saving")
+        size = watched(parts.fleet, parts.trainer.save.remote(folder, info))
+        self.checkpoints.prune()
+        seconds = time.monotonic() - began
+        record = CheckpointRecord(step=step, path=str(folder), bytes=size, seconds=seconds)
+        self.report.checkpoints = [*(self.report.checkpoints or []), record]
+        self.say(f"step {step}: {folder} written, {size / 1e6:.1f} MB in {seconds:.2f} s")
+
+    def _validate(self, parts: Parts, step: int) -> dict[str, float]:
+        """The figures by NeMo RL's names."""
+        grpo, generation = self.recipe.grpo, self.recipe.policy.generation
+        prompts = validation_prompts(self.recipe.data, grpo, self.tokenizer)
+        count = grpo.val_num_generations_per_prompt
+        temperature = generation.val_temperature
+        sampling = replace(
+            parts.sampling,
+            temperature=generation.temperature if temperature is None else temperature,
+            top_p=generation.val_top_p or generation.top_p,
+            top_k=generation.val_top_k or generation.top_k or NO_TOP_K,
+        )
+        flat = [prompt.token_ids for prompt in prompts for _ in range(count)]
+        completions = self._generate(parts, parts.spread, flat, step, sampling)
+        checks.check_validation(self.checks, step, completions)
+        found = judge(step, prompts, completions, parts.task)
+        self.report.validations = [*(self.report.validations or []), ValidationRecord(**asdict(found))]
+        metrics = found.metrics()
+        parts.telemetry.write({f"validation/{name}": value for name, value in metrics.items()}, step)
+        self.say(f"step {step}: validation on {len(prompts)} prompts: accuracy {found.accuracy:.3f}")
+        return metrics
+
     def _note_transition(self, transition: Transition) -> None:
         self.report.refit_transitions.append(transition)
         self.event(f"refit {transition.version} {transition.before} → {transition.after}: {transition.reason}")
@@ -366,7 +462,8 @@ class Session:
         Asked of the frontend itself: where a connection breaks behind the answer, the next attempt would find the
         prefix that the one before it left in the cache.
         """
-        prompt, sampling = parts.overlap_prompt, Sampling(1, parts.sampling.temperature, ignore_eos=True)
+        prompt, named = parts.overlap_prompt, self._addressees(parts.fleet)[:1]
+        sampling = Sampling(1, parts.sampling.temperature, ignore_eos=True, instances=named)
 
         def routed() -> Completion:
             time.sleep(EVENT_DELAY_S)  # cache events reach the router behind the answers
@@ -429,7 +526,12 @@ class Session:
         return result
 
     def _generate(
-        self, parts: Parts, client: Completer[AskedType, FoundType], prompts: Sequence[AskedType], step: int
+        self,
+        parts: Parts,
+        client: Completer[AskedType, FoundType],
+        prompts: Sequence[AskedType],
+        step: int,
+        sampling: Sampling | None = None,
     ) -> list[FoundType]:
         """What comes of each prompt. What is lost with a worker is generated again, once, by a fleet made whole."""
         version = parts.refit.version
@@ -447,11 +549,18 @@ class Session:
             client,
             parts.fleet,
             prompts,
-            parts.sampling,
+            sampling or parts.sampling,
             find_lost=parts.refit.find_lost,
             make_whole=None if version is None else make_whole,
             on_lost=note_lost,
+            addressed=lambda asked: replace(asked, instances=self._addressees(parts.fleet)),
         )
+
+    def _addressees(self, fleet: Fleet) -> tuple[int, ...]:
+        """The workers that rollouts must name: all where the frontend routes none, else none."""
+        if self.recipe.policy.generation.dynamo_cfg.frontend_args.router_mode != "direct":
+            return ()
+        return tuple(worker.instance_id for worker in fleet.workers)
 
     def _rollouts(self, parts: Parts, step: int) -> RolloutBatch:
         prompts = parts.task.prompts(step)

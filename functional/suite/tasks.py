@@ -187,20 +187,33 @@ def token_set_prompt(number: int) -> str:
     return f"Write anything you like about the number {number}."
 
 
-def make_task(name: str, tokenizer: Any, num_prompts: int, seed: int, keys: tuple[str, str] = KEYS) -> Task:
+def make_task(
+    name: str, tokenizer: Any, num_prompts: int, seed: int, keys: tuple[str, str] = KEYS, held: float = 0
+) -> Task:
     """The task called "arithmetic" or "token_set", or the questions of the local .jsonl file at that path.
 
-    num_prompts: prompts a step. Raises ValueError for another name, a broken file, or more prompts than questions.
+    num_prompts: prompts a step; held: the share of the questions that is not trained on. Raises ValueError for another
+    name, a broken file, or more prompts than questions.
     """
-    if name == "arithmetic":
+    if name == "arithmetic" and not held:
         return ArithmeticTask(tokenizer, num_prompts, seed)
     if name == "token_set":
         return TokenSetTask(tokenizer, num_prompts, seed)
+    if name == "arithmetic":
+        return QuestionTask(tokenizer, held_out(arithmetic(), held, seed)[0], num_prompts, seed)
     if not name.endswith(".jsonl"):
         raise ValueError(f"unknown task {name!r}: want arithmetic, token_set or the path of a .jsonl file")
     if problem := find_file_problem(name):
         raise ValueError(f"{name}: {problem}")
-    return QuestionTask(tokenizer, read_questions(Path(name), keys), num_prompts, seed)
+    return QuestionTask(tokenizer, held_out(read_questions(Path(name), keys), held, seed)[0], num_prompts, seed)
+
+
+def held_out(questions: Sequence[Question], size: float, seed: int) -> tuple[list[Question], list[Question]]:
+    """Questions to train on, and the share `size` of them that is kept for validation: the same for the same seed."""
+    shuffled = random.Random(f"{seed}/validation").sample(questions, len(questions))
+    count = round(size * len(questions))
+    kept = set(map(id, shuffled[:count]))
+    return [question for question in questions if id(question) not in kept], shuffled[:count]
 
 
 def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

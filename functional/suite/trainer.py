@@ -21,6 +21,7 @@ from functional.runtime.refit.expected import NamedTensors
 from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import ProbeScore
 from functional.runtime.rollout.completion import Completion
+from functional.suite.checkpoint import TrainingInfo, read_tensors, write_checkpoint
 from functional.suite.host_copy import HostCopy
 from functional.suite.policy import WHOLE, Policy, Sample, collate
 from functional.suite.sampling_filter import SamplingFilter
@@ -36,7 +37,8 @@ GRACE_S = 30.0
 class Trainer:
     """Holds the policy. Several calls may run at once, so that `abort` reaches a blocked `send`."""
 
-    def __init__(self, recipe: Recipe, model_dir: Path) -> None:
+    def __init__(self, recipe: Recipe, model_dir: Path, resumed: Path | None = None) -> None:
+        """resumed: the checkpoint that the run goes on from."""
         policy, generation = recipe.policy, recipe.policy.generation
         if recipe.cluster.share_gpu:
             os.environ.update(SHARED_GPU)
@@ -54,6 +56,11 @@ class Trainer:
             seed=recipe.grpo.seed,
         )
         self._version = 0
+        if resumed is not None:
+            info = TrainingInfo.of(resumed)
+            self._policy.resume(*read_tensors(resumed), info.optimizer_steps)
+            self._version = info.step
+        self._saves_optimizer = recipe.checkpointing.save_optimizer
         self._copy = HostCopy(self._policy.weights)
         self._kept: int | None = None
         self._foreseen = Foreseen(self._policy)
@@ -99,6 +106,15 @@ class Trainer:
         metrics = self._policy.train_step(collate(samples), self._loss)
         self._become(version)
         return metrics | figures
+
+    def save(self, folder: Path, info: TrainingInfo) -> int:
+        """Write a checkpoint of what the policy has now; returns its bytes. Raises RefitError when that is another
+        version than `info.step`."""
+        if self._version != info.step:
+            raise RefitError(f"the trainer has policy version {self._version}, not {info.step}")
+        weights, state = self._policy.checkpoint()
+        whole = info.model_copy(update={"optimizer_steps": self._policy.steps})
+        return write_checkpoint(folder, whole, weights, state if self._saves_optimizer else {})
 
     def agreement(self, most: int) -> dict[str, list[float]]:
         """Log-probs of the last step's tokens before it, `trainer` and `engine`: at most so many, evenly spaced."""

@@ -98,7 +98,6 @@ ABSENT = {
     "data.add_eos",
     "data.add_generation_prompt",
     "data.add_system_prompt",
-    "data.split_validation_size",
     "env.should_use_nemo_gym",
     "logger.wandb.entity",
     "async_rl",
@@ -151,6 +150,16 @@ def test_an_override_may_have_hydras_marks():
 
 def test_an_unresolved_key_that_is_set_aside_is_no_problem():
     assert load_recipe(FOREIGN, [*OURS, "data.train.data_path=${oc.env:NO_SUCH_HOME}/a.jsonl"])
+
+
+def test_data_of_a_path_that_leads_nowhere_is_one_problem_each():
+    nowhere = [
+        f"data.{part}={{_override_: true, data_path: '${{oc.env:NO_SUCH_HOME}}/a.jsonl'}}"
+        for part in ("train", "validation")
+    ]
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(FOREIGN, [OURS[0], *nowhere])
+    assert [problem.key for problem in caught.value.problems] == ["data.train.data_path", "data.validation.data_path"]
 
 
 def test_data_of_a_path_has_the_foreign_names_of_keys(tmp_path):

@@ -31,6 +31,8 @@ def test_secret_names(name):
         "token_level_loss",
         "token_mult_prob_error",
         "NCCL_DEBUG",
+        "input_key",
+        "output_key",
         "",
     ],
 )

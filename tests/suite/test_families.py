@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from functional.runtime.recipe.architectures import find_model_problem
-from functional.runtime.recipe.model import LossConfig
+from functional.runtime.recipe.model import LossConfig, OptimizerConfig
 from functional.suite.model import random_model
 from functional.suite.policy import Policy, Sample, collate
 from functional.suite.shapes import MADE, SHAPES
@@ -22,7 +22,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture
 def policy(folder):
-    return Policy(folder, lr=0.5, optimizer="sgd")
+    return Policy(folder, optimizer=OptimizerConfig(name="sgd", lr=0.5))
 
 
 def samples():

@@ -40,6 +40,16 @@ def test_how_far_outside_of_top_p_is_in_log_odds_of_the_mass_before():
     assert flips.furthest == pytest.approx(float(before - p) / 2, abs=1e-5)
 
 
+def test_near_equals_that_change_places_are_not_far_outside():
+    logits = torch.tensor([[1.0] * 40 + [0.999] * 5 + [0.998] * 5])
+    flips = Flips()
+    find_flips(logits, torch.tensor([49]), SamplingFilter(top_p=0.85), flips)
+    assert flips.tokens == 1
+    assert flips.furthest <= 0.001
+    find_flips(logits, torch.tensor([0]), SamplingFilter(top_p=0.85), flips)
+    assert flips.tokens == 1
+
+
 @pytest.fixture(scope="module")
 def sampled():
     """Samples of three tokens from a policy's own filtered distribution, scored by it as an engine would."""

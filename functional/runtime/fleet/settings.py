@@ -11,7 +11,8 @@ from functional.runtime.recipe.model import GenerationConfig, Recipe
 @dataclass(frozen=True)
 class FleetSettings:
     """A recipe, and where its fleet lives. Folders are absolute; `address` is of the driver's node, where etcd and NATS
-    listen: loopback in a run of one node."""
+    listen: loopback in a run of one node. earlier_engines: how many a slot has had in the runs that this one goes on
+    from, at most: their seeds are not used again."""
 
     namespace: str
     recipe: Recipe
@@ -20,6 +21,7 @@ class FleetSettings:
     log_dir: Path
     programs: Programs
     address: str = "127.0.0.1"
+    earlier_engines: int = 0
 
     @property
     def generation(self) -> GenerationConfig:

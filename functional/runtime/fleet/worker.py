@@ -58,7 +58,7 @@ class WorkerProcess:
         self._ports = ports
         self._devices = devices
         self._base = base
-        self._launched = 0
+        self._launched = settings.earlier_engines
         self._process: ManagedProcess | None = None
         self.folder: Path | None = None
         self.log = settings.log_dir / f"worker-{index}.log"

@@ -59,16 +59,10 @@ PORTS = managed("ports are taken outside the node's ephemeral range, by the runt
 DYNAMIC = "dynamic sampling is off"
 SHAPING = "rewards are used as the task gives them"
 
-VALIDATION = (
-    *("val_period", "val_start_at", "val_at_start", "val_at_end", "max_val_samples", "val_num_generations_per_prompt"),
-    *("stop_at_validation_metric", "stop_at_validation_threshold"),
-)
-
 FATES: dict[str, Fate] = {
     "grpo.max_rollout_turns": only(1, why="the suite's tasks have one turn"),
     "grpo.max_num_epochs": aside("prompts are drawn by seed and step; grpo.max_num_steps ends a run"),
     "grpo.val_batch_size": aside("dynamo_cfg.max_inflight_requests bounds what is under way, validation too"),
-    **{f"grpo.{key}": aside("the suite does not validate") for key in VALIDATION},
     "grpo.overlong_filtering": OFF,
     "grpo.use_dynamic_sampling": OFF,
     "grpo.dynamic_sampling_max_gen_batches": aside(DYNAMIC),
@@ -124,7 +118,15 @@ FATES: dict[str, Fate] = {
     "policy.quant_batch_size": aside("nothing is quantized"),
     "policy.quant_sequence_length": aside("nothing is quantized"),
     "policy.disable_modelopt_layer_spec": aside("settings of another trainer"),
-    "checkpointing": aside("the suite's trainer writes no checkpoints"),
+    "checkpointing.save_consolidated": aside("weights are one file, by the model's own names"),
+    "checkpointing.ft_keep_latest_k": only(why="the newest is always kept"),
+    "checkpointing.ft_save_period": only(why="checkpoints go by save_period"),
+    "checkpointing.pretrained_checkpoint": only(why="the model is loaded from policy.model_name"),
+    "checkpointing.model_cache_dir": aside("weights are one file, by the model's own names"),
+    "checkpointing.model_repo_id": aside("weights are one file, by the model's own names"),
+    "checkpointing.is_peft": only(False, why="updates send whole weights, not adapters"),
+    "checkpointing.peft_config": aside("updates send whole weights, not adapters"),
+    "checkpointing.is_async": aside("a checkpoint is written between steps"),
     "data.shuffle": aside("prompts are drawn by grpo.seed and step"),
     "data.num_workers": aside("the questions are read once, before the run"),
     "data.max_input_seq_length": aside("a prompt that fills the engine's context is refused, none is cut"),
@@ -135,8 +137,6 @@ FATES: dict[str, Fate] = {
     "data.add_eos": aside(PLAIN_TEXT),
     "data.add_generation_prompt": aside(PLAIN_TEXT),
     "data.add_system_prompt": aside(PLAIN_TEXT),
-    "data.validation": aside("the suite does not validate"),
-    "data.split_validation_size": aside("the suite does not validate"),
     "data.default": aside("prompts are the questions as they stand, rewarded by the suite's task"),
     "env": aside("the suite's tasks reward by themselves"),
     "env.should_use_nemo_gym": only(False, why=NO_GYM + "; a trainer with NeMo Gym takes the runtime's chat server"),
@@ -321,7 +321,9 @@ class Recast:
                 else:
                     self.keys.append(Key(path, value, OptionClass.INAPPLICABLE, f"ignored: {_of_source(key)}"))
             if part == "validation":
-                data["validation"] = source
+                source.pop("split_validation_size", None)
+                unresolved = "data_path" in given and "dataset_name" not in source
+                data["validation"] = None if unresolved else source
             else:
                 del data["train"]
                 data.update({} if is_named else source)

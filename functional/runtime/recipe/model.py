@@ -16,7 +16,7 @@ from functional.runtime.recipe.architectures import Layout
 from functional.runtime.recipe.options import Option, classify
 from functional.runtime.recipe.redact import redacted, scrub
 
-RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted"]
+RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted", "direct"]
 
 
 class UnreadKeyError(Exception):
@@ -186,13 +186,17 @@ class Colocated(Section):
 
 
 class GenerationConfig(OpenSection):
-    """`policy.generation`. The trainer scores what `top_p` and `top_k` leave, as the engine does; −1 is null."""
+    """`policy.generation`. The trainer scores what `top_p` and `top_k` leave, as the engine does; −1 is null. `val_*`:
+    of validation; null is as in training."""
 
     backend: Literal["dynamo"] = "dynamo"
     max_new_tokens: int = Field(8, ge=1)
     temperature: float = Field(1.0, ge=0.01, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: Annotated[Annotated[int, Field(strict=True, ge=1)] | None, BeforeValidator(_all_is_null)] = None
+    val_temperature: float | None = Field(None, ge=0, le=2)
+    val_top_p: float | None = Field(None, gt=0, le=1)
+    val_top_k: Annotated[Annotated[int, Field(strict=True, ge=1)] | None, BeforeValidator(_all_is_null)] = None
     stop_token_ids: list[Annotated[int, Field(strict=True, ge=0, lt=2**32)]] | None = None
     stop_strings: list[str] | None = None
     dynamo_cfg: DynamoConfig = DynamoConfig()
@@ -265,7 +269,11 @@ class AsyncGrpoConfig(Section):
 
 
 class GrpoConfig(Section):
-    """`grpo`. Advantages are clipped to [advantage_clip_low, advantage_clip_high] last; null leaves a side open."""
+    """`grpo`. Advantages are clipped to [advantage_clip_low, advantage_clip_high] last; null leaves a side open.
+
+    Validation follows every val_period steps from val_start_at on (0: none), on max_val_samples prompts (null: all);
+    once stop_at_validation_metric has reached its threshold the run ends.
+    """
 
     num_prompts_per_step: int = Field(8, ge=1)
     num_generations_per_prompt: int = Field(8, ge=2)
@@ -274,6 +282,14 @@ class GrpoConfig(Section):
     use_leave_one_out_baseline: bool = True
     advantage_clip_low: float | None = None
     advantage_clip_high: float | None = None
+    val_period: int = Field(0, ge=0)
+    val_start_at: int = -1
+    val_at_start: bool = False
+    val_at_end: bool = False
+    max_val_samples: int | None = Field(256, ge=1)
+    val_num_generations_per_prompt: int = Field(1, ge=1)
+    stop_at_validation_metric: Literal["accuracy", "pass_k", "avg_length"] | None = None
+    stop_at_validation_threshold: float | None = None
     async_grpo: Annotated[AsyncGrpoConfig, BeforeValidator(_nothing_is_empty)] = AsyncGrpoConfig()
     seed: int = 42
 
@@ -309,11 +325,10 @@ class ClusterConfig(Section):
     share_gpu: bool = False
 
 
-class DataConfig(Section):
-    """`data`: `arithmetic`, `token_set` (rewards the share of completion tokens in a fixed set), `tool_arithmetic`
-    (agents that call tools), or a local JSONL, with the keys that hold a question's prompt and its answer."""
+class DataSource(Section):
+    """`data.validation`: questions as `data` names them."""
 
-    dataset_name: str = "arithmetic"
+    dataset_name: str
     input_key: str = "prompt"
     output_key: str = "answer"
 
@@ -321,6 +336,40 @@ class DataConfig(Section):
     def keys(self) -> tuple[str, str]:
         """Of prompt and answer."""
         return self.input_key, self.output_key
+
+
+class DataConfig(Section):
+    """`data`: `arithmetic`, `token_set` (rewards the share of completion tokens in a fixed set), `tool_arithmetic`
+    (agents that call tools), or a local JSONL, with the keys that hold a question's prompt and its answer. Questions
+    for validation are those of `validation`, or, where it is null, the share split_validation_size of these, which is
+    not trained on."""
+
+    dataset_name: str = "arithmetic"
+    input_key: str = "prompt"
+    output_key: str = "answer"
+    split_validation_size: float = Field(0, ge=0, lt=1)
+    validation: DataSource | None = None
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """Of prompt and answer."""
+        return self.input_key, self.output_key
+
+
+class CheckpointConfig(Section):
+    """`checkpointing`: of the suite's trainer, every save_period steps and at the end, under checkpoint_dir (from the
+    run's folder, where it is relative). A run resumes at the newest. Kept are that and the keep_top_k best by
+    metric_name, `train:NAME` or `val:NAME`; null keeps all."""
+
+    enabled: bool = False
+    checkpoint_dir: str = "checkpoints"
+    save_period: int = Field(10, ge=1)
+    keep_top_k: int | None = Field(None, ge=1)
+    metric_name: str | None = None
+    higher_is_better: bool = True
+    save_optimizer: bool = True
+    model_save_format: str | None = "safetensors"
+    checkpoint_must_save_by: str | None = None
 
 
 class WandbConfig(Section):
@@ -369,6 +418,7 @@ class Recipe(Section):
     cluster: ClusterConfig = ClusterConfig()
     data: DataConfig = DataConfig()
     logger: LoggerConfig = LoggerConfig()
+    checkpointing: CheckpointConfig = CheckpointConfig()
     checks: Thresholds = Thresholds()
     faults: FaultConfig = FaultConfig()
     _keys: tuple[Any, ...] = PrivateAttr(())

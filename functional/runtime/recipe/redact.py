@@ -7,6 +7,8 @@ from typing import Any
 REDACTED = "[redacted]"
 ANYWHERE = {"secret", "secrets", "password", "passwd", "passphrase", "credential", "credentials", "apikey"}
 AT_THE_END = {"token", "key", "pat", "pwd", "auth", "authorization", "bearer", "cookie", "netrc"}
+COLUMNS = {"input_key", "output_key"}
+"""Names of a data file's fields."""
 URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
 ASSIGNED = re.compile(r"(-{0,2}[A-Za-z_][\w-]*)=(.+)", re.DOTALL)
 SHORTEST_SECRET = 4
@@ -15,6 +17,8 @@ SHORTEST_SECRET = 4
 
 def is_secret_name(name: str) -> bool:
     """Whether a key, flag or variable of this name holds a secret: `HF_TOKEN`, `--api-key`; not `max_new_tokens`."""
+    if name in COLUMNS:
+        return False
     parts = [part for part in re.split(r"[^a-z0-9]+", name.lower()) if part]
     return bool(parts) and (parts[-1] in AT_THE_END or not ANYWHERE.isdisjoint(parts) or parts[-2:] == ["key", "id"])
 

@@ -57,7 +57,6 @@ REFUSED = {
     "bad_words": "Dynamo's completions take no bad words: remove it",
 }
 IGNORED = {
-    **dict.fromkeys(("val_temperature", "val_top_p", "val_top_k"), "the suite does not validate"),
     **dict.fromkeys(("port_range_low", "port_range_high"), "the runtime takes ports itself"),
     **dict.fromkeys(("refit_cfg", "checkpoint_engine"), "updates go through the runtime's own collective"),
     "real_quant_export_cpu_offload": "nothing is quantized",
@@ -271,6 +270,46 @@ def _scheduler(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("policy.scheduler.milestones", scheduler.milestones, message)
 
 
+def _validation(recipe: Recipe) -> Iterator[Problem]:
+    grpo, data = recipe.grpo, recipe.data
+    validates = grpo.val_period > 0 or grpo.val_at_start or grpo.val_at_end
+    has_questions = data.validation is not None or data.split_validation_size > 0 or data.dataset_name == "token_set"
+    if validates and data.dataset_name == TOOL_DATA:
+        yield Problem("data.dataset_name", TOOL_DATA, "agents are not validated: set grpo.val_* to none")
+    elif validates and not has_questions:
+        key = "val_period" if grpo.val_period > 0 else "val_at_start" if grpo.val_at_start else "val_at_end"
+        message = "nothing to validate on: give data.validation or data.split_validation_size"
+        yield Problem(f"grpo.{key}", getattr(grpo, key), message)
+    metric, threshold = grpo.stop_at_validation_metric, grpo.stop_at_validation_threshold
+    if metric is not None and threshold is None:
+        yield Problem("grpo.stop_at_validation_metric", metric, "give grpo.stop_at_validation_threshold too")
+    if metric == "pass_k" and grpo.val_num_generations_per_prompt == 1:
+        message = "one generation has no pass_k: raise grpo.val_num_generations_per_prompt"
+        yield Problem("grpo.stop_at_validation_metric", metric, message)
+
+
+def _validation_data(recipe: Recipe) -> Iterator[Problem]:
+    if (source := recipe.data.validation) is None:
+        return
+    key, name, trained = "data.validation.dataset_name", source.dataset_name, recipe.data.dataset_name
+    yield from _dataset(key, name)
+    if name == TOOL_DATA or (name == "token_set") != (trained == "token_set"):
+        yield Problem(key, name, f"is rewarded otherwise than data.dataset_name={trained}")
+
+
+def _checkpointing(recipe: Recipe) -> Iterator[Problem]:
+    given = recipe.checkpointing
+    if not given.enabled:
+        return
+    if given.model_save_format not in (None, "safetensors"):
+        yield Problem("checkpointing.model_save_format", given.model_save_format, "weights are kept as safetensors")
+    if given.checkpoint_must_save_by is not None:
+        message = "checkpoints go by steps: set save_period, and this to null"
+        yield Problem("checkpointing.checkpoint_must_save_by", given.checkpoint_must_save_by, message)
+    if given.metric_name is not None and not given.metric_name.startswith(("train:", "val:")):
+        yield Problem("checkpointing.metric_name", given.metric_name, "begins with train: or val:")
+
+
 def _clip(recipe: Recipe) -> Iterator[Problem]:
     low, high = recipe.grpo.advantage_clip_low, recipe.grpo.advantage_clip_high
     if low is not None and high is not None and low > high:
@@ -455,6 +494,9 @@ def _chat(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"{GENERATION}.{key}", value, "the chat server samples from the whole distribution: leave it out"
             )
+    if dynamo.frontend_args.router_mode == "direct":
+        message = "the chat server's requests name no worker: let the frontend route them"
+        yield Problem(f"{GENERATION}.dynamo_cfg.frontend_args.router_mode", "direct", message)
     host = f"{GENERATION}.dynamo_cfg.chat_host"
     try:
         if ip_address(dynamo.chat_host).is_unspecified:
@@ -464,14 +506,17 @@ def _chat(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _data(recipe: Recipe) -> Iterator[Problem]:
-    name = recipe.data.dataset_name
+    yield from _dataset("data.dataset_name", recipe.data.dataset_name)
+
+
+def _dataset(key: str, name: str) -> Iterator[Problem]:
     if name in BUILTIN_DATA:
         return
     if not name.endswith(".jsonl"):
         message = f"expected {' or '.join(BUILTIN_DATA)}, or the path of a local .jsonl file"
-        yield Problem("data.dataset_name", name, message)
+        yield Problem(key, name, message)
     elif problem := find_file_problem(name):
-        yield Problem("data.dataset_name", name, problem)
+        yield Problem(key, name, problem)
 
 
 def _truncation_type(recipe: Recipe) -> Iterator[Problem]:
@@ -542,6 +587,9 @@ RULES: tuple[Rule, ...] = (
     _load_format,
     _scheduler,
     _clip,
+    _validation,
+    _validation_data,
+    _checkpointing,
     _metrics_interval,
     _stops,
     _variables,

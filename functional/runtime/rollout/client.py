@@ -1,6 +1,7 @@
 """Token-ID completions through the Dynamo frontend, each validated, each attempt journalled."""
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -68,6 +69,7 @@ class RolloutClient:
         self.limits = limits
         self._journal = journal
         self._sendable: tuple[int, ...] | None = None
+        self._turns = itertools.count()
 
     async def complete_all(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """One completion per prompt, in order. Raises RolloutError on the first request that cannot be answered."""
@@ -114,7 +116,8 @@ class RolloutClient:
 
     async def _rollout(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
         async with self._admission:
-            return await self._complete(prompt, sampling, None, "rollout")
+            named = sampling.instances and sampling.instances[next(self._turns) % len(sampling.instances)]
+            return await self._complete(prompt, sampling, named or None, "rollout")
 
     async def _complete(
         self, prompt: Sequence[int], sampling: Sampling, instance_id: int | None, purpose: str

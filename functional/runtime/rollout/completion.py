@@ -34,7 +34,8 @@ COPIES_DIFFER = 1e-4
 class Sampling:
     """How completions are sampled. `temperature` > 0; log-probs are those of the processed distribution.
 
-    `max_tokens` is cut, request by request, to what its prompt leaves of the context.
+    `max_tokens` is cut, request by request, to what its prompt leaves of the context. instances: workers that requests
+    name in turn, where the frontend routes none by itself; empty, it chooses.
     """
 
     max_tokens: int
@@ -44,6 +45,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
+    instances: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

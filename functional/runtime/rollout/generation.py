@@ -51,17 +51,19 @@ def generate(
     find_lost: Callable[[], Mapping[int, str]],
     make_whole: Callable[[], None] | None,
     on_lost: Callable[[int, RolloutError], None] = lambda index, error: None,
+    addressed: Callable[[Sampling], Sampling] = lambda sampling: sampling,
 ) -> list[FoundType]:
     """A completion for each prompt, in order; `attempt` is one higher for those that were generated again.
 
     find_lost asks every worker, and gives slot → why for those that count as lost; make_whole replaces them, at the
     version that the fleet has (a refit does both, and lies above this room), and is None while there is no such
-    version; on_lost hears the place in the batch of each lost sample, and why, before anything is done about it.
+    version; on_lost hears the place in the batch of each lost sample, and why, before anything is done about it;
+    addressed adds the workers that requests must name, as they are when it is asked.
 
     Raises RolloutError for requests that failed although no worker was lost, or a second time; ProcessDiedError when a
     process dies that nothing replaces; and what `make_whole` raises.
     """
-    outcomes = complete_under_watch(client, fleet, prompts, sampling)
+    outcomes = complete_under_watch(client, fleet, prompts, addressed(sampling))
     lost = [(index, found) for index, found in enumerate(outcomes) if isinstance(found, RolloutError)]
     for index, error in lost:
         on_lost(index, error)
@@ -70,7 +72,7 @@ def generate(
         if not is_worker_lost(fleet, find_lost) or make_whole is None:
             raise first
         make_whole()
-        again = complete_under_watch(client, fleet, [prompts[index] for index, _ in lost], sampling)
+        again = complete_under_watch(client, fleet, [prompts[index] for index, _ in lost], addressed(sampling))
         for (index, _), found in zip(lost, again, strict=True):
             outcomes[index] = found if isinstance(found, RolloutError) else replace(found, attempt=found.attempt + 1)
     for found in outcomes:
