@@ -8,12 +8,12 @@ import pytest
 
 from functional.runtime.errors import ConfigError
 from functional.runtime.refit.parts import Replacement
-from functional.suite.checklist import Checklist
+from functional.suite.checklist import Check, Checklist
 from functional.suite.driver import write_pages_or_say
 from functional.suite.hardware import UsageSampler, read_hardware
 from functional.suite.pages.plots import Series, lines
 from functional.suite.pages.render import write_pages
-from functional.suite.pages.verdict import chain, conditions
+from functional.suite.pages.verdict import by_section, chain, conditions
 from functional.suite.report import Image, Report, write_report
 from tests.suite.sample_pages import HOSTILE, begun, ended_early, long_run, update
 
@@ -58,6 +58,24 @@ def test_only_what_a_run_proved_counts(tmp_path):
     for name, lost in zip(ALL, ("Token correctness", "Policy refit", "Post-update generation"), strict=True):
         assert proved(ended(tmp_path, failed=[name], replaced=1)) == most - {lost}
     assert proved(begun(tmp_path)) == set()
+    assert proved(ended(tmp_path, names=("step1.chat.tokens_correct", *ALL[1:]))) == most, "by chat as by token IDs"
+
+
+@pytest.mark.parametrize(
+    ("name", "heading"),
+    [
+        ("step12.chat.exact_prefixes", "Token correctness"),
+        ("step1.chat.rewards_differ", "Learning"),
+        ("step1.stale_weights_refused", "Policy refit"),
+        ("step3.replacement.weights_proved", "Policy refit"),
+        ("identity.requests_joined", "Token correctness"),
+        ("routing.cache_events", "Routing and telemetry"),
+        ("fault.lying-send-flip", "Recovery and teardown"),
+        ("something.new", "Other checks"),
+    ],
+)
+def test_a_check_stands_under_its_heading(name, heading):
+    assert [found for found, _ in by_section([Check(name, True, "")])] == [heading]
 
 
 def test_a_run_that_ended_early_and_what_it_said(tmp_path):
