@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,11 @@ class TestFunctional:
         def step(root: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
             settings = {"NAME": "tiny", "PYTHON": sys.executable, "STORE": str(there / "store"), "PART_BYTES": "700000"}
             paths = {"KIT_STATE": str(root / "state"), "OUT": str(there / "out"), "UV": str(REPO / ".state/uv/bin/uv")}
-            settings |= {**paths, "THEIR_PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}"}
+            settings |= {
+                "STAGES": "functional,verify",
+                **paths,
+                "THEIR_PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}",
+            }
             command = ["bash", "ci/gpu_release.sh", *map(str, words)]
             environment = {**kit.env, **settings}
             shutil.copytree(REPO / "lockfiles", root / "lockfiles", dirs_exist_ok=True)
@@ -241,6 +246,13 @@ class TestFunctional:
             kit("functional", "--name", "tiny", "--from", there / "dist/tiny"), 1, "not the one that its record names"
         )
         assert functional(made) == section
+
+        finished = step(there, "night")  # verify fails: the image itself was not carried
+        assert finished.returncode == 1
+        assert "error: the night failed in 'verify'" in finished.stdout
+        with tarfile.open(there / "out/night.tgz") as archive:
+            names = {Path(name).name for name in archive.getnames()}
+        assert {"history.jsonl", "timings.json", "report.html", "release.html", "nightly.log"} <= names
 
 
 def failures(kit: Kit) -> dict[tuple[str, str], str]:

@@ -1,6 +1,7 @@
 """What the pages say of a run: nothing that it did not prove, nothing unescaped, and never at the cost of the run."""
 
 import json
+import os
 import time
 from html.parser import HTMLParser
 
@@ -8,12 +9,12 @@ import pytest
 
 from functional.runtime.errors import ConfigError
 from functional.runtime.refit.parts import Replacement
-from functional.suite.checklist import Checklist
+from functional.suite.checklist import Check, Checklist
 from functional.suite.driver import write_pages_or_say
 from functional.suite.hardware import UsageSampler, read_hardware
 from functional.suite.pages.plots import Series, lines
 from functional.suite.pages.render import write_pages
-from functional.suite.pages.verdict import chain, conditions
+from functional.suite.pages.verdict import by_section, chain, conditions
 from functional.suite.report import Image, Report, write_report
 from tests.suite.sample_pages import HOSTILE, begun, ended_early, long_run, update
 
@@ -58,6 +59,24 @@ def test_only_what_a_run_proved_counts(tmp_path):
     for name, lost in zip(ALL, ("Token correctness", "Policy refit", "Post-update generation"), strict=True):
         assert proved(ended(tmp_path, failed=[name], replaced=1)) == most - {lost}
     assert proved(begun(tmp_path)) == set()
+    assert proved(ended(tmp_path, names=("step1.chat.tokens_correct", *ALL[1:]))) == most, "by chat as by token IDs"
+
+
+@pytest.mark.parametrize(
+    ("name", "heading"),
+    [
+        ("step12.chat.exact_prefixes", "Token correctness"),
+        ("step1.chat.rewards_differ", "Learning"),
+        ("step1.stale_weights_refused", "Policy refit"),
+        ("step3.replacement.weights_proved", "Policy refit"),
+        ("identity.requests_joined", "Token correctness"),
+        ("routing.cache_events", "Routing and telemetry"),
+        ("fault.lying-send-flip", "Recovery and teardown"),
+        ("something.new", "Other checks"),
+    ],
+)
+def test_a_check_stands_under_its_heading(name, heading):
+    assert [found for found, _ in by_section([Check(name, True, "")])] == [heading]
 
 
 def test_a_run_that_ended_early_and_what_it_said(tmp_path):
@@ -124,17 +143,20 @@ def test_thinning_keeps_every_peak():
 
 
 def test_use_is_sampled_by_part(tmp_path):
-    import os
-
-    with UsageSampler(tmp_path / "usage.jsonl", lambda: {"driver": [os.getpid()]}) as sampler:
-        sampler.sample()
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
-            sum(range(10_000))
-        row = sampler.sample()
+    """As much as this process says it used, however busy the machine is."""
+    sampler = UsageSampler(tmp_path / "usage.jsonl", lambda: {"driver": [os.getpid()]})
+    sampler.sample()
+    began, used_before = time.monotonic(), time.process_time()
+    while time.process_time() < used_before + 0.5:
+        sum(range(10_000))
+    row = sampler.sample()
+    expected = (time.process_time() - used_before) / (time.monotonic() - began)
     used, resident = row["parts"]["driver"]
-    assert 0.3 < used < 4
+    assert used == pytest.approx(expected, rel=0.25)
     assert resident > 10**7
+    with sampler:
+        time.sleep(1.5)
+    assert (tmp_path / "usage.jsonl").read_text().count("\n") >= 1
     found = read_hardware()
     assert found.cores >= 1
     assert found.memory_bytes > resident

@@ -14,14 +14,14 @@ State = Literal["yes", "no", "unknown"]
 SECTIONS = (
     (
         "Token correctness",
-        r"step\d+\.(tokens|requests|token_mult|logprobs)|identity\.|chat|sampling|seeds",
+        r"step\d+\.(chat\.)?(tokens|requests|token_mult|logprobs|exact|tools)|identity\.|chat|sampling|seeds",
     ),
     (
         "Policy refit",
         r"refit|.*\.(version_reached|weights_proved|cache_clear_seen|probe_matches|stale_weights_refused)",
     ),
     ("Post-update generation", r"post_update\."),
-    ("Learning", r"step\d+\.(rewards_differ|policy_moved)"),
+    ("Learning", r"step\d+\.(chat\.)?(rewards_differ|policy_moved)"),
     ("Routing and telemetry", r"routing\.|telemetry\.|network\."),
     ("Recovery and teardown", r"teardown\.|fault|recover"),
 )
