@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from functional.engine import nh
+from functional.engine.device_rates import copied_per_s, free_bytes
 from functional.engine.group import Group, Pending
 from functional.engine.plan import Learned, Plan, PlanRefused
 from functional.engine.plan_copy import BUFFERS, Packer, Spreader
 from functional.engine.plan_proof import RankProof, SenderProof, differing
 from functional.engine.plan_schedule import Intake, Schedule, best_chunk_bytes, make_schedule
-from functional.engine.surroundings import copied_per_s, free_bytes
 from functional.engine.transports import ProofKind
 from functional.engine.wire import Manifest, Slot
 

@@ -14,7 +14,6 @@ from functional.engine.plan_proof import RankProof
 from functional.engine.plan_trace import Places, trace_plan
 from functional.engine.plan_wire import Agreed, prove_rank, receive_planned
 from functional.engine.proof import Proof
-from functional.engine.surroundings import settle_memory
 from functional.engine.wire import Manifest
 
 
@@ -67,7 +66,6 @@ class PlannedRank:
         self._spreader = Spreader(intake, tensors, buffers)
         self._proof = RankProof(plan, tensors, buffers_of(model), loaded, group.device)
         self._copies = len(plan.copies)
-        settle_memory()
 
     def update(self, timeout_s: float) -> tuple[list[str], int]:
         """Receive and prove. Returns what is wrong with the weights of any rank, a line each, and how many copies this

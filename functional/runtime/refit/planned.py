@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functional.engine.group import Group
 from functional.engine.plan_copy import Packer, make_buffers
 from functional.engine.plan_wire import Agreement, Verdict, prove_sender, send_planned
-from functional.engine.surroundings import settle_memory
 from functional.engine.transports import ProofKind
 from functional.runtime.refit.expected import NamedTensors
 
@@ -19,7 +18,6 @@ class PlannedSender:
         self._timeout_s = timeout_s
         self._agreement = agreement
         schedule, _ = agreement.parts
-        settle_memory()
         self._packer = Packer(schedule, make_buffers(schedule.largest, group.device), resident=resident)
 
     def send(

@@ -1,7 +1,5 @@
-"""What an update by plan needs of its place: how fast a device copies, how much memory is free, and no collector in
-between."""
+"""What a device can do for an update by plan: how fast it copies, and how much memory there is for buffers."""
 
-import gc
 import time
 
 import psutil
@@ -25,13 +23,6 @@ def free_bytes(device: torch.device) -> int:
         return int(psutil.virtual_memory().available)
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def settle_memory() -> None:
-    """Have Python's collector leave alone what this process holds now: a model is very many objects that stay, and a
-    collection would go through all of them in the midst of an update."""
-    gc.collect()
-    gc.freeze()
 
 
 def _copy_s(target: Tensor, source: Tensor) -> float:
