@@ -94,7 +94,8 @@ def title(about: dict[str, Any]) -> str:
     millions = about["parameters"] / 1e6
     size = f"{millions / 1000:.2f} G" if millions >= 100 else f"{millions:.1f} M"
     place = "one GPU shared by trainer and worker" if about["shared"] else f"{about['workers']} worker(s)"
-    return f"{size} parameters, {about['device']}, {place}"
+    graphs = "" if about["enforce_eager"] else ", CUDA graphs"
+    return f"{size} parameters, {about['device']}, {place}{graphs}"
 
 
 def median(rows: list[dict[str, float]], key: str) -> float | None:
