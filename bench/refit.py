@@ -94,7 +94,7 @@ def title(about: dict[str, Any]) -> str:
     millions = about["parameters"] / 1e6
     size = f"{millions / 1000:.2f} G" if millions >= 100 else f"{millions:.1f} M"
     place = "one GPU shared by trainer and worker" if about["shared"] else f"{about['workers']} worker(s)"
-    graphs = "" if about["enforce_eager"] else ", CUDA graphs"
+    graphs = "" if about.get("enforce_eager", True) else ", CUDA graphs"
     return f"{size} parameters, {about['device']}, {place}{graphs}"
 
 
