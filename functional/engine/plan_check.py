@@ -18,7 +18,7 @@ from functional.engine.plan import Copy, Plan, PlanRefused, Target
 from functional.engine.plan_trace import Places, storage_key
 from functional.engine.wire import Slot
 
-PACKED = "its layer packs it, and drops what it was loaded from"
+PACKED = "its layer packs it, and computes with that"
 _SEEDS = (1, 2)
 _DEPTH = 3
 """How far below a layer its tensors are looked for: its method, that method's kernel, that one's configuration."""
@@ -67,6 +67,7 @@ class _Check:
         self.places = places
         self.problems: dict[str, str] = {}
         self.packed: dict[str, str] = {}
+        self._loaded: set[str] = set()  # seen when their layers had loaded them
         self._device = device
         self._targets = {target.name: target for target in plan.targets}
         self._slots = {slot.name: slot for slot in plan.sources}
@@ -79,24 +80,30 @@ class _Check:
         for attribute, tensor in layer._parameters.items():
             name = self.places.name((layer, attribute))
             if tensor is not None and name in self._targets:
-                self._compare(name, tensor, "the plan gives other bytes than the loader")
-                held = self.places.tensors.get(name)
-                if held is None or held.numel() == 0:
-                    self.packed[name] = PACKED
+                self._loaded.add(name)
+                if problem := self._difference(name, tensor, "the plan gives other bytes than the loader"):
+                    self.problems[name] = problem
 
     def compare_resident(self) -> None:
+        """What is as planned no more, but was when its layer packed, is packed."""
         for name in self._targets:
-            if name not in self.packed and name not in self.problems:
-                tensor = self.places.tensors.get(name)
-                if tensor is None:
-                    self.problems[name] = "the engine drops it after loading"
-                else:
-                    self._compare(name, tensor, "the loader, or the processing after it, gives other bytes than a copy")
+            if name in self.packed or name in self.problems:
+                continue
+            tensor = self.places.tensors.get(name)
+            problem: str | None = "the engine drops it after loading"
+            if tensor is not None:
+                other = "the loader, or the processing after it, gives other bytes than a copy"
+                problem = self._difference(name, tensor, other)
+            if problem is not None and name in self._loaded:
+                self.packed[name] = PACKED
+            elif problem is not None:
+                self.problems[name] = problem
 
     def resident_storages(self) -> set[int]:
         return {storage_key(self.places.tensors[name]) for name in self._targets if name in self.places.tensors}
 
-    def _compare(self, name: str, tensor: Tensor, problem: str) -> None:
+    def _difference(self, name: str, tensor: Tensor, problem: str) -> str | None:
+        """`problem`, or what else is wrong with a parameter; None if it is as planned."""
         target = self._targets[name]
         is_same = (tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())) == (
             target.dtype,
@@ -104,9 +111,8 @@ class _Check:
             target.strides,
         )
         if not is_same:
-            self.problems[name] = f"processing after loading makes it {tensor.dtype} {tuple(tensor.shape)}"
-        elif not same_bytes(self._expected(target), tensor.detach()):
-            self.problems[name] = problem
+            return f"processing after loading makes it {tensor.dtype} {tuple(tensor.shape)}"
+        return None if same_bytes(self._expected(target), tensor.detach()) else problem
 
     def _expected(self, target: Target) -> Tensor:
         expected = torch.empty_strided(target.shape, target.strides, dtype=target.dtype, device=self._device).zero_()

@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.weight_utils import composed_weight_loader
 
 from functional.engine import reload_patch
 from functional.engine.plan import Copy, Plan, PlanRefused, View
-from functional.engine.plan_check import check_plan
+from functional.engine.plan_check import PACKED, check_plan
 from functional.engine.plan_trace import trace_plan
 from functional.engine.wire import Slot
 
@@ -224,13 +224,13 @@ def test_what_the_engine_computes_from_the_weights_is_found() -> None:
 
 
 def test_weights_that_a_layer_packs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are compared before; what becomes of them then is not seen, so they cannot be written in place."""
+    """They are compared before; one that is no more as it was then cannot be written in place."""
     model = Model()
     model.layer.quant_method = Method()
     monkeypatch.setattr(Method, "process_weights_after_loading", lambda self, layer: layer.weight.data.zero_())
     plan = trace_plan(model, SLOTS)
     packed = check_plan(model, None, plan, SLOTS, CPU)
-    assert packed == dict.fromkeys(["layer.weight", "layer.norm"], "its layer packs it")
+    assert packed == {"layer.weight": PACKED}
     assert "process_weights_after_loading" not in vars(model.layer.quant_method)
 
 
