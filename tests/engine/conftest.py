@@ -43,22 +43,9 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="session", params=["sha256", "nh"])
 def engine(request: pytest.FixtureRequest, versions: list[Path]) -> Iterator[object]:
-    """An engine that is asked for each kind of proof, which `PROOF_VARIABLE` names meanwhile."""
-    from vllm import LLM
+    """An engine that is asked for each kind of proof."""
+    from engines import new_engine
 
-    from functional.engine.transports import BACKENDS, PROOF_VARIABLE
-
-    os.environ[PROOF_VARIABLE] = request.param
-    llm = LLM(
-        model=str(versions[0]),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=4,
-        weight_transfer_config={"backend": BACKENDS[os.environ.get("TRANSPORT", "gloo")]},
-        gpu_memory_utilization=0.3,
-        worker_extension_cls="functional.engine.extension.WorkerExtension",
-    )
+    llm = new_engine(versions[0], request.param)
     yield llm
     del llm

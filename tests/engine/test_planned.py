@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from engines import new_engine
 from safetensors.torch import load_file
 from test_vllm_refit import TIMEOUT_S, TRANSPORT, expected, sender_device
 from transformers import AutoConfig
 
 from functional.engine.errors import NOT_PROVED
-from functional.engine.transports import BACKENDS, PROOF_VARIABLE, PROOFS, RESIDENT_VARIABLE
+from functional.engine.transports import PROOFS, RESIDENT_VARIABLE
 from functional.engine.wire import Slot
 from functional.runtime.refit.source import LocalWeights
 
@@ -28,20 +29,8 @@ pytestmark = pytest.mark.faults
 @pytest.fixture(scope="module")
 def planned(versions: list[Path]) -> Iterator[Any]:
     """An engine whose layers keep their weights where they were loaded."""
-    from vllm import LLM
-
-    os.environ.update({RESIDENT_VARIABLE: "1", PROOF_VARIABLE: PROOFS[TRANSPORT]})
-    llm = LLM(
-        model=str(versions[0]),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=4,
-        weight_transfer_config={"backend": BACKENDS[TRANSPORT]},
-        gpu_memory_utilization=0.3,
-        worker_extension_cls="functional.engine.extension.WorkerExtension",
-    )
+    os.environ[RESIDENT_VARIABLE] = "1"
+    llm = new_engine(versions[0], PROOFS[TRANSPORT])
     del os.environ[RESIDENT_VARIABLE]
     yield llm
     del llm

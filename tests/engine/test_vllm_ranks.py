@@ -1,7 +1,6 @@
 """A real vLLM engine of two ranks: each is proved, none answers for another, and the engine dies with any of them."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -11,10 +10,10 @@ from typing import Any
 
 import psutil
 import pytest
+from engines import new_engine
 from test_vllm_refit import TIMEOUT_S, TRANSPORT, expected, join, learn, refit
 
 from functional.engine.plan import Plan
-from functional.engine.transports import BACKENDS, PROOF_VARIABLE
 
 RANKS = 2
 pytestmark = pytest.mark.faults
@@ -22,15 +21,7 @@ pytestmark = pytest.mark.faults
 
 @pytest.fixture(scope="module")
 def two_ranks(versions: list[Path]) -> Iterator[Any]:
-    from vllm import LLM
-
-    os.environ[PROOF_VARIABLE] = "sha256"
-    llm = LLM(
-        model=str(versions[0]), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=128,
-        max_num_seqs=4, tensor_parallel_size=RANKS, distributed_executor_backend="mp",
-        weight_transfer_config={"backend": BACKENDS[TRANSPORT]}, gpu_memory_utilization=0.3,
-        worker_extension_cls="functional.engine.extension.WorkerExtension",
-    )  # fmt: skip
+    llm = new_engine(versions[0], "sha256", tensor_parallel_size=RANKS, distributed_executor_backend="mp")
     yield llm
     del llm
 

@@ -211,9 +211,10 @@ def _score(run: RunFolder) -> Iterator[Finding]:
 def _retries(run: RunFolder) -> Iterator[Finding]:
     retried = sum(row["outcome"] == "retried" for row in run.files.requests)
     if retried > MANY_RETRIES * max(len(run.files.requests), 1):
-        found = f"{retried} of {len(run.files.requests)} requests were sent again; every sample was answered once"
+        found = f"{retried} of {len(run.files.requests)} requests were sent again"
+        result = Result.PROBLEM if run.report.get("error") else Result.RECOVERED
         step = "frontend.log around those times: a proxy, a full queue, or a worker that ended"
-        yield Finding(SCORE, Result.RECOVERED, "connections-broken", "requests.jsonl", found, step)
+        yield Finding(SCORE, result, "connections-broken", "requests.jsonl", found, step)
 
 
 def _refit(run: RunFolder) -> Iterator[Finding]:
