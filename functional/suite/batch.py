@@ -30,6 +30,15 @@ class RolloutBatch:
         known = [reward for reward in self.rewards if reward is not None]
         return sum(known) / len(known) if known else float("nan")
 
+    def accepted(self) -> list[tuple[Completion, float]]:
+        """Completions that may be trained on, with their advantages. Raises RunError when there are none."""
+        paired = zip(self.completions, self.advantages, strict=True)
+        found = [(completion, advantage) for completion, advantage in paired if advantage is not None]
+        if not found:
+            reasons = {c.problem for c in self.completions}
+            raise RunError(f"no sample of the step may be trained on: {'; '.join(sorted(filter(None, reasons)))}")
+        return found
+
     @property
     def truncated(self) -> int:
         """How many samples ended at their limit, not at a stop token."""
@@ -37,15 +46,7 @@ class RolloutBatch:
 
     def samples(self) -> list[Sample]:
         """What the trainer learns from: accepted samples only. Raises RunError when there are none."""
-        accepted = [
-            Sample(c.prompt_token_ids, c.token_ids, c.logprobs, advantage)
-            for c, advantage in zip(self.completions, self.advantages, strict=True)
-            if advantage is not None
-        ]
-        if not accepted:
-            reasons = {c.problem for c in self.completions}
-            raise RunError(f"no sample of the step may be trained on: {'; '.join(sorted(filter(None, reasons)))}")
-        return accepted
+        return [Sample(c.prompt_token_ids, c.token_ids, c.logprobs, advantage) for c, advantage in self.accepted()]
 
 
 def score(prompts: Sequence[Prompt], completions: list[Completion], task: Task, config: GrpoConfig) -> RolloutBatch:
