@@ -41,6 +41,7 @@ FOREIGN = {
 DIAGNOSED = {
     "worker-killed-generating": {"worker-lost"},
     "worker-killed-mid-transfer": {"worker-lost"},
+    "worker-killed-ahead": {"worker-lost"},
     "rank-killed-generating": {"worker-lost"},
     "rank-killed-mid-transfer": {"worker-lost"},
     "etcd-killed": {"etcd-ended"},
@@ -51,7 +52,7 @@ DIAGNOSED = {
     "driver-killed-updating": {"driver-killed", "died-updating"},
 }
 """What the doctor must name, of each case."""
-LATER = ("rank-killed-mid-transfer",)
+LATER = ("rank-killed-mid-transfer", "worker-killed-ahead")
 WITH_EXPERTS = "rank-killed-generating"
 EXPERTS = ["policy.model_name=builtin:random-qwen3-moe", "data.dataset_name=token_set", "policy.optimizer.lr=0.5"]
 """In that case, which is a whole run of two ranks: the family in which most can go wrong (experts that transformers
