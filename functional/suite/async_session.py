@@ -24,7 +24,8 @@ from functional.suite.policy import Sample
 from functional.suite.preflight import Prepared
 from functional.suite.report import Asynchronous, Report
 from functional.suite.sampling_filter import Flips
-from functional.suite.session import Parts, Session, watched
+from functional.suite.session import Parts, Session
+from functional.suite.watching import watched
 
 PATIENCE_S = 30.0
 """How long the thread of rollouts may take to end: its next look at the fleet, and what that asks of the nodes."""

@@ -8,6 +8,7 @@ import torch
 from functional.runtime.errors import RunError
 from functional.runtime.recipe.model import GrpoConfig
 from functional.runtime.rollout.completion import Completion
+from functional.runtime.rollout.records import RolloutRecord
 from functional.suite.grpo import advantages, clipped
 from functional.suite.policy import Sample
 from functional.suite.tasks import Prompt, Task
@@ -76,3 +77,32 @@ def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> lis
         found = advantages(row, config.normalize_rewards, config.use_leave_one_out_baseline)
         scored += clipped(found, config.advantage_clip_low, config.advantage_clip_high)[0].tolist()
     return scored
+
+
+def rollout_records(batch: RolloutBatch, run: str, step: int, generations: int) -> list[RolloutRecord]:
+    """A record a sample, as many of a group as `generations`."""
+    return [
+        RolloutRecord(
+            run=run,
+            step=step,
+            group=index // generations,
+            rollout=index,
+            attempt=completion.attempt,
+            policy_version=-1 if completion.policy_version is None else completion.policy_version,
+            request_id=completion.request_id,
+            instance_id=completion.instance_id,
+            sent_at=completion.sent_at,
+            answered_at=completion.answered_at,
+            prompt_token_ids=completion.prompt_token_ids,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            max_tokens=completion.max_tokens,
+            truncated=completion.truncated,
+            reward=batch.rewards[index],
+            advantage=batch.advantages[index],
+            accepted=completion.problem is None,
+            reason=completion.problem,
+            last_version=completion.last_version,
+        )
+        for index, completion in enumerate(batch.completions)
+    ]

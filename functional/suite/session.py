@@ -3,9 +3,7 @@
 import json
 import math
 import os
-import re
 import signal
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -35,13 +33,13 @@ from functional.runtime.rollout.completion import NO_TOP_K, Completion, Sampling
 from functional.runtime.rollout.gate import AdmissionGate
 from functional.runtime.rollout.generation import AskedType, Completer, FoundType, generate
 from functional.runtime.rollout.pool import HttpPool
-from functional.runtime.rollout.records import RecordWriter, RolloutRecord
+from functional.runtime.rollout.records import RecordWriter
 from functional.runtime.rollout.requests import Attempt, RequestJournal, read_attempts
 from functional.runtime.rollout.spread import Served, SpreadClient
 from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import checks
 from functional.suite.agents import ToolTask
-from functional.suite.batch import RolloutBatch, score
+from functional.suite.batch import RolloutBatch, rollout_records, score
 from functional.suite.chat_service import chat_server, load_template
 from functional.suite.checklist import Checklist
 from functional.suite.checkpoint import Checkpoints, TrainingInfo
@@ -57,19 +55,18 @@ from functional.suite.report import (
     NodePlace,
     Refit,
     Report,
-    Step,
     Topology,
     ValidationRecord,
     write_atomically,
 )
 from functional.suite.seeds import check_seeds
+from functional.suite.step_figures import as_step, scalars
 from functional.suite.tasks import Task, make_task
 from functional.suite.validation import has_arrived, is_due, judge, validation_prompts
+from functional.suite.watching import watched
 
-WATCH_INTERVAL_S = 0.5
 SEED_TOKENS = 64
 EVENT_DELAY_S = 0.5
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 PAIRS = 400
 """Tokens of a step whose two log-probs are kept for the report."""
 
@@ -625,95 +622,9 @@ class Session:
         """Score, record and check them."""
         generations = self.recipe.grpo.num_generations_per_prompt
         batch = score(parts.task.prompts(step), completions, parts.task, self.recipe.grpo)
-        parts.records.write(
-            [
-                RolloutRecord(
-                    run=self.run_dir.name,
-                    step=step,
-                    group=index // generations,
-                    rollout=index,
-                    attempt=completion.attempt,
-                    policy_version=-1 if completion.policy_version is None else completion.policy_version,
-                    request_id=completion.request_id,
-                    instance_id=completion.instance_id,
-                    sent_at=completion.sent_at,
-                    answered_at=completion.answered_at,
-                    prompt_token_ids=completion.prompt_token_ids,
-                    token_ids=completion.token_ids,
-                    logprobs=completion.logprobs,
-                    max_tokens=completion.max_tokens,
-                    truncated=completion.truncated,
-                    reward=batch.rewards[index],
-                    advantage=batch.advantages[index],
-                    accepted=completion.problem is None,
-                    reason=completion.problem,
-                    last_version=completion.last_version,
-                )
-                for index, completion in enumerate(completions)
-            ]
-        )
+        parts.records.write(rollout_records(batch, self.run_dir.name, step, generations))
         checks.check_rollouts(self.checks, f"step{step}", batch, parts.instances, self.recipe.checks)
         return batch
-
-
-def watched(fleet: Fleet, reference: Any) -> Any:
-    """The value of a Ray reference, unless a process that nothing replaces dies first: then ProcessDiedError."""
-    import ray
-    from ray.exceptions import RayError
-
-    while not ray.wait([reference], timeout=WATCH_INTERVAL_S)[0]:
-        fleet.check_control_plane()
-    try:
-        return ray.get(reference)
-    except RayError as error:
-        cause = getattr(error, "cause", None) or error
-        raise RunError(f"trainer: {type(cause).__name__}: {ends_of(str(cause))}") from error
-
-
-def ends_of(text: str) -> str:
-    """A long message on one line: its beginning, and its end, where Ray puts the first cause."""
-    plain = " ".join(COLOURS.sub("", text).split())
-    return plain if len(plain) <= 400 else f"{plain[:120]} … {plain[-280:]}"
-
-
-ALSO_CALLED = {
-    "ratio": "probs_ratio",
-    "generation_kl": "gen_kl_error",
-    "kl_reference": "kl_penalty",
-    "importance_weight": "sampling_importance_ratio",
-    "importance_capped_fraction": "is_oob_ratio",
-    "tokens": "global_valid_toks",
-}
-"""Ours, and NeMo RL's name for the same figure; loss, grad_norm, lr and token_mult_prob_error have one name."""
-
-
-def scalars(batch: RolloutBatch, metrics: dict[str, float]) -> dict[str, float]:
-    """A step's figures under `train/`, by our names and by NeMo RL's."""
-    lengths = [len(completion.token_ids) for completion in batch.completions]
-    advantages = [advantage for advantage in batch.advantages if advantage is not None]
-    named = {
-        **metrics,
-        **{theirs: metrics[ours] for ours, theirs in ALSO_CALLED.items()},
-        "reward": batch.mean_reward,
-        "advantages/mean": statistics.fmean(advantages),
-        "advantages/max": max(advantages),
-        "advantages/min": min(advantages),
-        "mean_prompt_length": statistics.fmean(len(c.prompt_token_ids) for c in batch.completions),
-        "mean_gen_tokens_per_sample": statistics.fmean(lengths),
-        "truncation_rate": batch.truncated / len(lengths),
-    }
-    return {f"train/{name}": value for name, value in named.items()}
-
-
-def as_step(step: int, batch: RolloutBatch, metrics: dict[str, float]) -> Step:
-    """A step's figures for the report."""
-    return Step(
-        step=step,
-        samples=len(batch.completions),
-        truncated=batch.truncated,
-        mean_reward=batch.mean_reward,
-        **metrics,
-    )
 
 
 def interrupt(signum: int, _frame: Any) -> None:
