@@ -13,8 +13,14 @@ from tests.recipes import RECIPES
 pytestmark = pytest.mark.faults
 DEADLINE_S = 400
 AHEAD = ["grpo.async_grpo.enabled=true", "grpo.max_num_steps=4"]
-LONG = ["policy.generation.max_new_tokens=100", "policy.generation.vllm_kwargs.max_num_seqs=16"]
-"""Few sequences at a time, so that a batch is under way for longer than a step takes."""
+LONG = [
+    "policy.model_name=builtin:random-qwen3",
+    "data.dataset_name=token_set",
+    "policy.optimizer.lr=0.5",
+    "policy.generation.max_new_tokens=64",
+    "policy.generation.vllm_kwargs.max_num_seqs=8",
+]
+"""Answers that no stop token ends, few at a time, so that a batch is under way for longer than a step takes."""
 
 
 def run(out, *overrides):
