@@ -114,8 +114,8 @@ def answer_bound(
 
     A token's ID comes in two lists and its log-prob in three, each at most 24 digits; its text in three strings, where
     a byte takes six characters at most (`\\u0000`), and once as a list of bytes, four characters each. The rest of what
-    names a token is less than 96 characters, and the rest of an answer less than 16 KiB. With prompt_logprobs a token of
-    the prompt has its ID, a log-prob and its rank once more.
+    names a token is less than 96 characters, and the rest of an answer less than 16 KiB. With prompt_logprobs a token
+    of the prompt has its ID, a log-prob and its rank once more.
     """
     digits = len(str(vocab_size)) + 1
     prompt_token = digits + (2 * digits + 25 + 96 if prompt_logprobs else 0)
