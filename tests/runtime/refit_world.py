@@ -147,9 +147,8 @@ class World:
         version = self.refit.version
         sound = Engine(version, str(version))
         for engine in self.engines if self.gate.is_open else []:
-            seen = replace(
-                engine, cache=engine.cache - {version}, incoming=None, group=0, planned=0, end="", sticky=set()
-            )
+            unheld = {"incoming": None, "group": 0, "planned": 0, "end": "", "sticky": set(), "frozen": False}
+            seen = replace(engine, cache=engine.cache - {version}, **unheld)
             if seen != sound:
                 raise Unsound(f"admission open at version {version}: {seen}")
 
