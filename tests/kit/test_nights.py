@@ -15,6 +15,7 @@ import pytest
 from kit.errors import KitError
 from kit.night import close_night
 from kit.nights import FEWEST, Night, keep_night, read_nights, regressions, suite_seconds, t_quantile, upper_bound
+from kit.record import FunctionalSection, JobFacts, add_section, read_record
 from tests.kit.conftest import REPO, Kit
 from tests.kit.tiny_image import Entry, folder
 
@@ -183,3 +184,23 @@ def test_a_release_is_reported(kit: Kit) -> None:
     assert "night 2026-01-01 aaaaaaaaaaaa: passed" in shown.stdout
     missing = kit("report", "none")
     assert (missing.returncode, missing.stderr.count("\n")) == (1, 1)
+
+
+def test_a_suite_that_ran_as_a_job_is_reported_so(kit: Kit) -> None:
+    kit.release("tiny", [[]])
+    path = kit.root / "dist/tiny/record.json"
+    digest = read_record(path).image.digest
+    job = JobFacts(id="7", nodes="node[1-2]", backend="runner", seconds={"queued": 0.0, "command": 11.6})
+    suite = FunctionalSection(
+        path="functional/report.json", sha256="1" * 64, status="passed", image_digest=digest, sqsh_sha256="2" * 64,
+        passed=35, failed=0, skipped=0, job=job,
+    )  # fmt: skip
+    add_section(path, suite)
+    shown = kit("report", "tiny")
+    assert shown.returncode == 0, shown.stderr
+    assert (
+        "run: passed, 35 passed, 0 failed (the squashfs it ran in, as Slurm job 7 on node[1-2] by runner)"
+        in shown.stdout
+    )
+    assert "job until: command: 11.6 s" in shown.stdout
+    assert "job 7 on node[1-2] by runner" in (kit.root / "dist/tiny/report.html").read_text()

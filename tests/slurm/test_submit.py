@@ -76,3 +76,13 @@ def test_the_suite_ends_in_the_record(release: Path, nodes: int, backend: str) -
     assert record["functional"]["status"] == "passed"
     report = json.loads((release / "functional/report.json").read_text())
     assert len(report["topology"]["nodes"]) == nodes
+
+    facts = json.loads((release / "functional/release.json").read_text())
+    assert facts["sqsh_sha256"] == record["sqsh"]["sha256"]
+    assert facts["inputs"] == record["image"]["inputs"]
+    page = (release / "functional/report.md").read_text()
+    assert "hashed before the job was submitted" in page
+    assert "hash not told" not in page
+    job = record["functional"]["job"]
+    assert (job["nodes"], job["backend"]) == ("node1" if nodes == 1 else "node[1-2]", backend)
+    assert 0 < job["seconds"]["containers"] <= job["seconds"]["command"] < job["seconds"]["ended"]
