@@ -35,12 +35,12 @@ def started(out, *overrides, log=None, **environment):
             process.wait(120)
 
 
-def await_event(out, name, process):
+def await_event(out, name, process, log=None):
     deadline = time.monotonic() + PATIENCE_S
     while not (
         (out / "events.jsonl").exists() and name in {row["event"] for row in read_json_lines(out / "events.jsonl")}
     ):
-        assert process.poll() is None, (out / "run.log").read_text()[-2000:]
+        assert process.poll() is None, (log or out / "run.log").read_text()[-2000:]
         assert time.monotonic() < deadline, f"«{name}» did not come"
         time.sleep(0.05)
 

@@ -2,12 +2,14 @@
 
 import json
 import shutil
-from contextlib import suppress
+import subprocess
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
 
 from functional.runtime.fleet.guard import descendants
+from functional.suite.doctor.examine import RUN, examine
 from functional.suite.doctor.folder import RunFolder
 from functional.suite.models import find_model
 from tests.faults.running import await_event, causes, started
@@ -51,6 +53,64 @@ def test_a_model_whose_weights_are_damaged(tmp_path):
     out = tmp_path / "out"
     assert run(out, f"policy.model_name={model}") == 1
     assert "model-files" in causes(out)
+
+
+@contextmanager
+def small_disk(path, size):
+    """A file system of its own."""
+    path.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def fill(path):
+    """Until nothing more can be written there; returns the file that took it all."""
+    filler = path / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+    assert shutil.disk_usage(path).free < 1 << 16
+    return filler
+
+
+@pytest.mark.faults
+@pytest.mark.full
+def test_a_disk_that_fills_up_while_the_run_writes_to_it(tmp_path):
+    """Somebody else takes what is left of it: the run ends, by itself, with a report that says why."""
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        out, log = disk / "out", tmp_path / "run.log"
+        with started(out, log=log) as process:
+            await_event(out, "step 1: generating", process, log)
+            everything = descendants(process.pid)
+            filler = fill(disk)
+            assert process.wait(120) == 1
+        assert "No space left on device" in log.read_text()
+        report = json.loads((out / "report.json").read_text())
+        assert "No space left on device" in report["error"]
+        assert "No space left on device" in (out / "report.md").read_text()
+        for there in (True, False):
+            assert ("disk-full" in causes(out)) is True, f"filler there: {there}"
+            assert {one.cause for one in examine(RunFolder.open(out)) if one.symptom == RUN} == {"disk-full"}
+            filler.unlink(missing_ok=True)
+        assert [pid for pid in everything if psutil.pid_exists(pid)] == []
+        assert not RunFolder.open(out).run_dir.exists()
+        assert not (out / ".reserve").exists()
+
+
+@pytest.mark.faults
+@pytest.mark.full
+def test_a_disk_without_room_for_a_report(tmp_path):
+    """Refused before anything is started, in one line."""
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        log = tmp_path / "run.log"
+        with started(disk / "out", log=log) as process:
+            assert process.wait(120) == 2
+        (line,) = log.read_text().splitlines()
+        assert line.startswith(f"error: {disk}/out: no room for the 4 MiB that the report may take")
+        assert list((disk / "out").iterdir()) in ([], [disk / "out/logs"])
 
 
 @pytest.mark.faults

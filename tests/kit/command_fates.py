@@ -121,6 +121,12 @@ FATES: dict[str, Fate] = {
     # docs/nightly.md
     "ci/nightly.sh": Run("tests/kit/test_nightly.py", "test_a_night_on_cpu_from_start_to_end"),
     "ci/nightly.sh --help": Here(says="Stages, in this order"),
+    "ci/nightly.sh --plain --profile cuda cluster.share_gpu=true": ByHand(
+        "a GPU",
+        "docs/nightly.md",
+        "In plain environments",
+        Run("tests/kit/test_nights.py", "test_a_night_in_plain_environments", ('"--plain", "--profile", "cuda"',)),
+    ),
     "NAME=cuda-trixie ci/gpu_release.sh pack": ByHand(
         "a GPU machine without a network",
         GPU_PAGE,
