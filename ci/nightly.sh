@@ -9,8 +9,8 @@
 # DYNAMO_VENV, ETCD_BIN and NATS_SERVER_BIN name the rest (ci/gpu_run.sh makes such).
 #
 # PUBLISH (dist/nightly) takes a folder a night and history.jsonl, the timings of all of them. IMAGE is where the image is
-# pushed (the kit's own registry if unset). SLURM: auto (if there is an sbatch), always or never. GPUS (2) of a node for a
-# job; SUBMIT: more options of ./build.py submit. MATRIX (ci/nightly-PROFILE.txt): a line of key=value a run, or of a fault
+# pushed (the kit's own registry if unset). SLURM: auto (if a controller answers here), always, never, or local: one of the
+# kit's own for the job (ci/slurm/local.sh). GPUS (2) of a node for a job; SUBMIT: more options of ./build.py submit. MATRIX (ci/nightly-PROFILE.txt): a line of key=value a run, or of a fault
 # case. PYTHON (.venv/bin/python) runs the kit; if it is set, the machine is taken as prepared.
 #
 # Secrets stay out of the log: values of variables whose names tell of one (TOKEN, SECRET, PASSWORD, KEY …) are replaced.
@@ -123,14 +123,33 @@ in_place() {
 
 # The same suite as a job. The direct run's result stays the recorded one if no Slurm is here.
 stage_slurm() {
-  local gpus=${GPUS:-2} more=()
-  [ "$profile" != cpu ] || gpus=${GPUS:-0}
-  if [ "${SLURM:-auto}" = never ] || { [ "${SLURM:-auto}" = auto ] && ! command -v sbatch >/dev/null; }; then
-    echo "left out: no sbatch here (SLURM=${SLURM:-auto})"
-    return 3
-  fi
+  local more=()
   read -ra more <<<"${SUBMIT:-}"
-  build submit --name "$name" --gpus "$gpus" "${more[@]}" "$@"
+  set -- submit --name "$name" --gpus "${GPUS:-2}" "${more[@]}" "$@"
+  case ${SLURM:-auto} in
+    always) build "$@" ;;
+    local) on_a_local_slurm "$@" ;;
+    auto | never)
+      if [ "${SLURM:-auto}" = never ] || ! timeout 20 sinfo >/dev/null 2>&1; then
+        echo "left out: no Slurm answers here (SLURM=${SLURM:-auto})"
+        return 3
+      fi
+      build "$@"
+      ;;
+    *) die "SLURM='$SLURM' is unknown: auto, always, never or local" ;;
+  esac
+}
+
+# One node, whose GPUs are devices in name alone.
+on_a_local_slurm() {
+  ci/bootstrap.sh --yes --slurm
+  KIT_STATE=$(realpath -m "${KIT_STATE:-.state}")/night
+  export KIT_STATE
+  ci/slurm/local.sh down
+  ci/slurm/local.sh up 1 "${GPUS:-2}"
+  trap 'ci/slurm/local.sh down' EXIT
+  ci/slurm/local.sh run env --chdir="$PWD" PYTHONDONTWRITEBYTECODE=1 OBJECT_STORE_BYTES=100000000 \
+    "$(realpath -s "${PYTHON:-.venv/bin/python}")" build.py "$@" --backend runner
 }
 
 # Runs that are not recorded: each line of the matrix in the squashfs, its report kept with the night.
