@@ -90,10 +90,8 @@ class EngineCheck:
         try:
             output, errors = self._process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            text = (
-                f"the engine's parser gave no answer within {timeout_s:g} s: the machine is busy, or the time too short"
-            )
-            raise RunError(text) from None
+            why = "the machine is busy, or the time too short"
+            raise RunError(f"the engine's parser gave no answer within {timeout_s:g} s: {why}") from None
         finally:
             self.close()
         self.seconds = time.monotonic() - self.began
