@@ -63,7 +63,12 @@ LATER = (
 generate and in a transfer; of an engine of two ranks one is killed here; etcd and the frontend are killed as NATS is;
 the driver is killed before and after it generates."""
 WITH_EXPERTS = "rank-killed-generating"
-EXPERTS = ["policy.model_name=builtin:random-qwen3-moe", "data.dataset_name=token_set", "policy.optimizer.lr=0.5"]
+EXPERTS = [
+    "policy.model_name=builtin:random-qwen3-moe",
+    "data.dataset_name=token_set",
+    "policy.optimizer.lr=0.5",
+    "grpo.max_num_steps=1",
+]
 """In that case, which is a whole run of two ranks: the family in which most can go wrong (experts that transformers
 fuses, fewer KV heads than ranks, a padded vocabulary). All others are in test_family_runs."""
 TWO_WORKERS = ("cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2")
