@@ -140,16 +140,30 @@ stage_slurm() {
   esac
 }
 
-# One node, whose GPUs are devices in name alone.
+# One node, whose GPUs are devices in name alone. The job is an ordinary user's, who has a copy of the kit with this
+# release; its result is then taken into the record here.
 on_a_local_slurm() {
+  local state site
   ci/bootstrap.sh --yes --slurm
-  KIT_STATE=$(realpath -m "${KIT_STATE:-.state}")/night
-  export KIT_STATE
-  ci/slurm/local.sh down
-  ci/slurm/local.sh up 1 "${GPUS:-2}"
-  trap 'ci/slurm/local.sh down' EXIT
-  ci/slurm/local.sh run env --chdir="$PWD" PYTHONDONTWRITEBYTECODE=1 OBJECT_STORE_BYTES=100000000 \
-    "$(realpath -s "${PYTHON:-.venv/bin/python}")" build.py "$@" --backend runner
+  state=$(realpath -m "${KIT_STATE:-.state}")/night
+  local_slurm() { KIT_STATE=$state ci/slurm/local.sh "$@"; }
+  local_slurm down
+  local_slurm up 1 "${GPUS:-2}"
+  trap 'local_slurm down' EXIT
+  site=$("${PYTHON:-.venv/bin/python}" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  copy_for_alice "$state/slurm/shared/alice/kit"
+  local_slurm run -u alice env --chdir=/srv/alice/kit KIT_NO_VENV=1 PYTHONPATH="$site" PYTHONDONTWRITEBYTECODE=1 \
+    OBJECT_STORE_BYTES=100000000 python3 build.py "$@" --backend runner
+  build functional --name "$name" --from "$state/slurm/shared/alice/kit/dist/$name"
+}
+
+copy_for_alice() {
+  mkdir -p "$1/dist/$name"
+  cp -r build.py kit sqsh ci "$1/"
+  ln -s ci/slurm/ray.sub "$1/ray.sub"
+  cp "dist/$name/record.json" "$1/dist/$name/"
+  chown -R 30001:30001 "$1" # as ci/slurm/local.sh numbers her; the squashfs stays root's, for her to read
+  ln "dist/$name/$name.sqsh" "$1/dist/$name/" 2>/dev/null || cp "dist/$name/$name.sqsh" "$1/dist/$name/"
 }
 
 # Runs that are not recorded: each line of the matrix in the squashfs, its report kept with the night.
