@@ -167,12 +167,13 @@ class Policy:
         return self._all_logprobs(self.model, batch, kept or self.kept).cpu()
 
     @torch.no_grad()
-    def next_logprobs(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Log-probs of every token after each of some prompts of one length -> [prompts, vocabulary] float32, on the
-        policy's device."""
-        hidden = self.model.model(input_ids=torch.tensor(prompts, device=self.device), use_cache=False)
-        logits = logits_of(self.model, hidden.last_hidden_state[:, -1]) / self.temperature
-        return torch.log_softmax(logits, -1)
+    def prompt_logprobs(self, prompt: Sequence[int]) -> Tensor:
+        """Log-probs of a prompt's tokens but the first, by the model's own distribution -> [tokens - 1] float32, on the
+        policy's device. Two tokens at least."""
+        ids = torch.tensor(prompt, device=self.device)
+        hidden = self.model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+        logp = torch.log_softmax(logits_of(self.model, hidden), -1)
+        return logp.gather(-1, ids[1:, None])[:, 0]
 
     @contextmanager
     def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
