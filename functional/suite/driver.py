@@ -18,9 +18,11 @@ from pathlib import Path
 from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet.programs import Programs, find_programs
 from functional.runtime.recipe.load import RecipeError
+from functional.runtime.recipe.model import Recipe
 from functional.runtime.recipe.options import shown_options
 from functional.runtime.recipe.rules import TOOL_DATA, find_unsendable, find_warnings
 from functional.suite.agent_session import AgentSession
+from functional.suite.async_session import AsyncSession
 from functional.suite.cluster import check_devices
 from functional.suite.hardware import read_hardware
 from functional.suite.leftovers import find_leftovers
@@ -72,7 +74,7 @@ def run(
         print(f"error: {error}", file=sys.stderr)
         return 2
     if session_type is None:
-        session_type = AgentSession if prepared.recipe.data.dataset_name == TOOL_DATA else Session
+        session_type = find_session_type(prepared.recipe)
     session = session_type(prepared, report, out, run_dir)
     for warning in report.warnings:
         session.say(f"warning: {warning}")
@@ -89,6 +91,13 @@ def run(
     if is_bad_input:
         return 2
     return 0 if report.status == "passed" else 1
+
+
+def find_session_type(recipe: Recipe) -> type[Session]:
+    """Of training, as the recipe asks for it."""
+    if recipe.data.dataset_name == TOOL_DATA:
+        return AgentSession
+    return AsyncSession if recipe.grpo.async_grpo.enabled else Session
 
 
 def begin_report(prepared: Prepared, programs: Programs) -> Report:

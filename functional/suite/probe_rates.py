@@ -20,7 +20,8 @@ from functional.runtime.refit.probe import MAX_ROUNDS, Finding, Noise, Sighting,
 from functional.runtime.rollout.completion import Sampling
 from functional.suite import driver
 from functional.suite.report import ProbeRates
-from functional.suite.session import Parts, Session, interrupt, watched
+from functional.suite.session import Parts, Session, interrupt
+from functional.suite.watching import watched
 
 ROUNDS = 64
 SIZES = tuple(0.5 / 2**power for power in range(11))

@@ -24,7 +24,8 @@ from functional.runtime.refit.machine import Event, State
 from functional.runtime.refit.parts import RefitResult
 from functional.suite import driver
 from functional.suite.report import write_atomically
-from functional.suite.session import Parts, Session, interrupt, watched
+from functional.suite.session import Parts, Session, interrupt
+from functional.suite.watching import watched
 
 REPEATS = 20
 RESULT = "refit-rates.json"

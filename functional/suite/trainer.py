@@ -23,7 +23,7 @@ from functional.runtime.refit.probe import ProbeScore
 from functional.suite.checkpoint import TrainingInfo, read_tensors, write_checkpoint
 from functional.suite.host_copy import HostCopy
 from functional.suite.policy import WHOLE, Policy, Sample, collate
-from functional.suite.sampling_filter import SamplingFilter
+from functional.suite.sampling_filter import Flips, SamplingFilter
 from functional.suite.send_faults import FaultyWeights, SendFault
 
 NUDGE = 0.15
@@ -98,10 +98,19 @@ class Trainer:
         self._kept = self._version
         self._copy.begin()
 
-    def train(self, samples: list[Sample], version: int) -> dict[str, float]:
-        """One optimizer step, which makes `version`; the weights before it are kept on the host."""
+    def own_logprobs(self, samples: list[Sample], version: int) -> tuple[list[list[float]], Flips]:
+        """Log-probs of samples that `version` made, by its weights, and the flips among them. Raises RefitError for a
+        version that is not held any more."""
+        batch, flips = collate(samples), Flips()
+        with self._policy.holding(self._held(version)):
+            found = self._policy.logprobs(batch, flips=flips)
+        return [row[mask].tolist() for row, mask in zip(found, batch.mask, strict=True)], flips
+
+    def train(self, samples: list[Sample], version: int, flips: Flips | None = None) -> dict[str, float]:
+        """One optimizer step, which makes `version`; the weights before it are kept on the host. flips: of the samples
+        that an older version made."""
         figures = self._await_copy()
-        metrics = self._policy.train_step(collate(samples), self._loss)
+        metrics = self._policy.train_step(collate(samples), self._loss, flips)
         self._become(version)
         return metrics | figures
 

@@ -42,6 +42,7 @@ FOREIGN = {
 DIAGNOSED = {
     "worker-killed-generating": {"worker-lost"},
     "worker-killed-mid-transfer": {"worker-lost"},
+    "worker-killed-ahead": {"worker-lost"},
     "rank-killed-generating": {"worker-lost"},
     "rank-killed-mid-transfer": {"worker-lost"},
     "etcd-killed": {"etcd-ended"},
@@ -58,6 +59,7 @@ LATER = (
     "worker-killed-mid-transfer",
     "nats-killed",
     "driver-killed-generating",
+    "worker-killed-ahead",
 )
 """`make test-full` alone runs these. What is like them in `make test`: test_refit_faults kills workers while they
 generate and in a transfer; of an engine of two ranks one is killed here; etcd and the frontend are killed as NATS is;

@@ -21,6 +21,7 @@ SECTIONS = (
         r"refit|.*\.(version_reached|weights_proved|cache_clear_seen|probe_matches|stale_weights_refused)",
     ),
     ("Post-update generation", r"post_update\."),
+    ("Generation beside training", r"async\."),
     ("Learning", r"step\d+\.(chat\.)?(rewards_differ|policy_moved)"),
     ("Routing and telemetry", r"routing\.|telemetry\.|network\."),
     ("Recovery and teardown", r"teardown\.|fault|recover"),
