@@ -50,6 +50,7 @@ class RatesSession(Session):
     def _train(self, parts: Parts) -> None:
         self._refit(parts, 0)
         worker = parts.refit.workers[0]
+        worker.control.call("flush_cache")  # what the update's own probe left there has no log-probs
         rounds = [parts.probe(worker, number) for number in range(ROUNDS)]
         problems = [completion.problem for completion in rounds if completion.problem]
         self.checks.add("probe.tokens_correct", not problems, "; ".join(problems[:3]) or f"{len(rounds)} prompts")

@@ -111,6 +111,7 @@ class RatesSession(Session):
             "load": os.getloadavg()[1],
             "proof": recipe.proof,
             "by_plan": refit.by_plan,
+            "probe_requests": 1,
             "memory_mib": memory,
             "enforce_eager": recipe.policy.generation.vllm_cfg.enforce_eager,
             "versions": self.report.versions["dynamo"],

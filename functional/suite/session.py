@@ -7,7 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -130,8 +130,9 @@ class Session:
         self._agreement = self._stack.enter_context(JsonLines(out / "agreement.jsonl"))
 
     def say(self, what: str) -> None:
-        """One line of progress with the seconds since the start."""
-        print(f"[{time.monotonic() - self.began:6.1f} s] {what}", flush=True)
+        """One line of progress with the seconds since the start. Where it cannot be written, the run goes on."""
+        with suppress(OSError):
+            print(f"[{time.monotonic() - self.began:6.1f} s] {what}", flush=True)
 
     def event(self, name: str, **details: str) -> None:
         """Append to events.jsonl: what the run is doing now, for whoever watches it from outside."""
@@ -142,7 +143,8 @@ class Session:
         try:
             self._stack.close()
         except Exception:
-            (self.out / "logs" / "teardown.log").write_text(traceback.format_exc(), encoding="utf-8")
+            with suppress(OSError):
+                (self.out / "logs" / "teardown.log").write_text(traceback.format_exc(), encoding="utf-8")
             self.checks.add("teardown.orderly", False, "shutdown raised, see logs/teardown.log")
 
     def run(self, programs: Programs) -> None:
