@@ -7,6 +7,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, apply_top_k_
 from functional.suite.sampling_filter import HALVINGS, Flips, SamplingFilter, find_flips, least_kept, logprobs
 
 ROWS, VOCABULARY = 600, 300
+ROUNDED = 1e-6
+"""What single precision may move a sum of probabilities by."""
 FILTERS = [(None, 0.95), (None, 0.3), (50, 1.0), (1, 1.0), (50, 0.95), (7, 0.5), (VOCABULARY, 0.9), (400, 1.0)]
 
 
@@ -65,7 +67,11 @@ def part_too_far(logits, theirs, kept):
     edge = share.masked_fill(logits < least, torch.inf).min(-1, keepdim=True).values
     told = share.max(-1, keepdim=True).values * 2.0**-HALVINGS + 1e-5 * edge  # and what single precision rounds
     differ = theirs.isfinite() != (logits >= least)
-    return differ & ((share - edge).abs() > (told if kept.top_p < 1 else 0)), differ.any(-1)
+    too_far = differ & ((share - edge).abs() > (told if kept.top_p < 1 else 0))
+    for row, token in too_far.nonzero().tolist():
+        before = share[row][share[row] > share[row, token]].double().sum()
+        too_far[row, token] = abs(float(before) - kept.top_p) > ROUNDED
+    return too_far, differ.any(-1)
 
 
 def test_a_search_that_halves_too_seldom_parts_too_far():
