@@ -80,7 +80,7 @@ FATES: dict[str, Fate] = {
     # README: in the image
     "functional run recipes/grpo_cpu.yaml grpo.max_num_steps=3 --out /tmp/run": Run(IN_IMAGE_LONG, "test_a_run"),
     "functional run recipes/grpo_cpu.yaml grpo.async_grpo.enabled=true grpo.max_num_steps=8": Run(
-        "tests/faults/test_async.py", "run", ("grpo.async_grpo.enabled=true",), "half as many steps"
+        IN_IMAGE_LONG, "test_generation_beside_training"
     ),
     "functional learning recipes/learning_cpu.yaml --out /tmp/learning": Run(
         "tests/faults/test_learning.py",
@@ -122,9 +122,6 @@ FATES: dict[str, Fate] = {
         IN_IMAGE, "test_a_recipe_is_shown"
     ),
     "./build.py report cpu": Here(says="release cpu, profile cpu"),
-    "python -m functional.suite.learning recipes/learning_cpu.yaml /tmp/learning": Run(
-        "tests/faults/test_learning.py", "", ('main(RECIPES / "learning_cpu.yaml"',), "called in the test's own process"
-    ),
     # docs/evidence/gpu
     "functional make-model /dev/shm/m8 --shape Qwen3-8B": ByHand("a GPU", GPU_PAGE, "The shape of Qwen3-8B"),
     "functional run recipes/grpo_gpu.yaml cluster.share_gpu=true policy.model_name=/dev/shm/m8 policy.generation.vllm_cfg.gpu_memory_utilization=0.25": ByHand(  # noqa: E501
@@ -222,7 +219,7 @@ FATES: dict[str, Fate] = {
 
 NAMED = {
     "./build.py run", "./build.py submit", "bash -c", "docker save", "functional config", "functional doctor",
-    "functional fault worker-killed-generating", "functional make-model", "functional probe-rates",
+    "functional fault worker-killed-generating", "functional make-model",
 }  # fmt: skip
 """In sentences: what is spoken of, without the words that it needs to be run."""
 
