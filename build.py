@@ -56,14 +56,17 @@ def common(
 def lock(
     profile: Annotated[list[str] | None, typer.Argument(help="Which sets to write; all when none is named.")] = None,
     upgrade: Annotated[bool, typer.Option(help="Take newer versions that the .in files allow.")] = False,
+    nemo_rl: Annotated[Path | None, typer.Option(help="Make the set nemo-rl for this tree of it.")] = None,
 ) -> None:
     """Rewrite the lockfiles from lockfiles/*.in.
 
-    Example: ./build.py lock cpu
+    \b
+    Examples: ./build.py lock cpu
+              ./build.py lock nemo-rl --nemo-rl ~/RL
     """
     from kit.lock import write_locks
 
-    write_locks(profile or [], upgrade=upgrade)
+    write_locks(profile or [], upgrade=upgrade, nemo_rl=nemo_rl)
 
 
 @app.command()
