@@ -71,9 +71,9 @@ def check_pins_of(tree: Tree, made_for: Path) -> None:
     )
     if others:
         raise TreeError(
-            f"commit {tree.commit[:12]} of NeMo RL has another {' and '.join(others)} than {wanted['commit'][:12]}, which"
-            f" lockfiles/nemo-rl-*.txt were made for: make them for it (./build.py lock nemo-rl --nemo-rl TREE), or"
-            " check out that commit"
+            f"commit {tree.commit[:12]} of NeMo RL has another {' and '.join(others)} than {wanted['commit'][:12]}, for"
+            " which lockfiles/nemo-rl-*.txt were made: check out that one, or make them for this one (./build.py lock"
+            " nemo-rl --nemo-rl TREE)"
         )
 
 
