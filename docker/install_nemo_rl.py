@@ -14,6 +14,7 @@ import re
 import subprocess
 from pathlib import Path
 
+from docker.compile_bytecode import compile_share
 from kit.nemo_tree import LAYOUT, MADE_FOR, TreeError, check_pins_of, is_nemo_rl, read_tree, sha256_of, write_commit
 
 KIT = Path(__file__).parent.parent
@@ -118,7 +119,7 @@ def git_apply(site: Path, patch: Path) -> None:
         module = site / line.split("\t")[2]
         for compiled in (module.parent / "__pycache__").glob(f"{module.stem}.*.pyc"):
             compiled.unlink()
-        subprocess.run(["python3", str(KIT / "docker/compile_bytecode.py"), str(module.parent)], check=True)
+        compile_share([str(module)])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 
 from kit.bases import read_bases
-from kit.build_json import build_json
 from kit.command import run
 from kit.errors import KitError
 from kit.fetch import Inputs, fetch_inputs
@@ -219,4 +218,6 @@ def _key(profile: str, with_dynamo: bool, hashes: dict[str, str]) -> str:
 
 def _nemo_rl_in(target: Release) -> NemoRl:
     """What the build itself says of the tree that it got."""
+    from kit.build_json import build_json  # reading layers takes the converter, which a plain build does not
+
     return NemoRl.model_validate(build_json(target.oci)["nemo_rl"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.markers import Marker
 
-from kit.errors import KitError, UsageError
+from kit.errors import UsageError
 from kit.files import write_atomic
 from kit.layout import LOCKFILES, REPO
 from kit.nemo_tree import LAYOUT, MADE_FOR, PINS, Tree, TreeError, check_pins_of, is_nemo_rl, read_tree
@@ -29,7 +29,7 @@ def write_made_for(folder: Path, locked: dict[str, str]) -> None:
     theirs = _resolved(_lock(folder / PINS[1]), _OF_DYNAMO)
     for name, version in theirs.items():
         if locked.get(name) != version:
-            raise KitError(
+            raise UsageError(
                 f"{folder} wants {name} {version} in its Dynamo environment, and ours has {locked.get(name, 'none')}",
                 "change lockfiles/dynamo-*.in first",
             )
