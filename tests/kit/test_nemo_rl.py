@@ -87,6 +87,8 @@ class TestChecked:
         assert tree_to_build(REPO) is None
         assert "is not NeMo RL" in capsys.readouterr().err
         assert tree_to_build(None) is None
+        with pytest.raises(UsageError, match=r"no folder .*: give a clone"):
+            tree_to_build(REPO / "none")
 
     def test_no_clone_of_its_own(self, tree: Path) -> None:
         git(tree, "worktree", "add", "--quiet", str(tree.with_name("other")))
@@ -103,25 +105,30 @@ class TestChecked:
         refused(kit("image", "--nemo-rl", tree), 2, "of NeMo RL has another docker/dynamo/uv.lock and uv.lock than")
         (tree / "more").touch()
         refused(kit("image", "--nemo-rl", tree), 2, "is not as its commit", "(more)")
-        refused(kit("image", "--nemo-rl", tmp_path / "none"), 2, "no folder", "give a clone")
         assert not (kit.root / "dist").exists()
+
+
+def patched_module(opt: Path) -> Path:
+    return opt / f"dynamo_venv/lib/python{HERE}/site-packages/iniconfig/exceptions.py"
+
+
+@pytest.fixture(scope="module")
+def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    opt = tmp_path_factory.mktemp("opt")
+    for name in ("nemo_rl_venv", "dynamo_venv"):
+        venv.create(opt / name, symlinks=True)
+    module = patched_module(opt)
+    module.parent.mkdir()
+    module.write_text("from __future__ import annotations\n")
+    compile_share([str(module)])
+    return opt
 
 
 class TestInstalled:
     @pytest.fixture
-    def opt(self, tmp_path: Path) -> Path:
+    def opt(self, environments: Path, tmp_path: Path) -> Path:
         """Environments as the build has them, with a module to patch."""
-        opt = tmp_path / "opt"
-        for name in ("nemo_rl_venv", "dynamo_venv"):
-            venv.create(opt / name, symlinks=True)
-        module = self.module(opt)
-        module.parent.mkdir()
-        module.write_text("from __future__ import annotations\n")
-        compile_share([str(module)])
-        return opt
-
-    def module(self, opt: Path) -> Path:
-        return opt / f"dynamo_venv/lib/python{HERE}/site-packages/iniconfig/exceptions.py"
+        return shutil.copytree(environments, tmp_path / "opt", symlinks=True)
 
     def install(self, tree: Path, opt: Path, monkeypatch: pytest.MonkeyPatch, asked: str = "1") -> Path:
         monkeypatch.setenv("NEMO_RL", asked)
@@ -145,8 +152,8 @@ class TestInstalled:
         } == set(FILES)
 
         # The module is the patched one, compiled anew, and the marker says what the tree's own script would.
-        assert self.module(opt).read_text().endswith("PATCHED = True\n")
-        (compiled,) = (self.module(opt).parent / "__pycache__").iterdir()
+        assert patched_module(opt).read_text().endswith("PATCHED = True\n")
+        (compiled,) = (patched_module(opt).parent / "__pycache__").iterdir()
         assert b"PATCHED" in compiled.read_bytes()
         assert (opt / "dynamo_venv/VLLM_BACKPORTS").read_text() == "a repair, by this patch\n"
 
@@ -162,7 +169,7 @@ class TestInstalled:
     def test_a_patch_that_does_not_apply_leaves_no_marker(
         self, tree: Path, opt: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        self.module(opt).write_text("another\n")
+        patched_module(opt).write_text("another\n")
         with pytest.raises(SystemExit, match=r"small.patch of NeMo RL does not apply"):
             self.install(tree, opt, monkeypatch)
         assert not (opt / "dynamo_venv/VLLM_BACKPORTS").exists()
