@@ -53,8 +53,6 @@ def main(
     if not is_nemo_rl(context):
         if asked:
             raise SystemExit(f"the context nemo-rl is not NeMo RL ({LAYOUT}): give its clone, or no NEMO_RL")
-        if any(context.iterdir()):
-            print(f"note: the context nemo-rl is not NeMo RL ({LAYOUT}), and counts as none")
         return
     if not asked:
         raise SystemExit(
