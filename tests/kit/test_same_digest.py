@@ -22,6 +22,14 @@ from kit.verify import verify_release
 from tests.kit.nemo_trees import write_made_for, write_tree
 
 REAL_STATE = state_dir()
+# Builds one stage as by hand, with our engine, into the folder `out`.
+BY_HAND = """
+import os, subprocess, sys
+from kit.services import engine
+with engine() as docker:
+    words = ["--file=docker/Dockerfile", "--provenance=false", "--output=type=local,dest=out", *sys.argv[1:], "."]
+    subprocess.run(docker.argv("buildx", "build", *words), env=os.environ | docker.env, check=True)
+"""
 NEEDED = ("kit", "sqsh", "ci", "docker", "functional", "lockfiles", "tests/functional")
 SMALL = {
     "trainer-cpu": ("iniconfig", "packaging", "setuptools", "uv"),
@@ -135,6 +143,40 @@ def test_two_folders_and_two_fetches_make_one_image(
         "/opt/functional/recipes/grpo_cpu.yaml": "changed",
         "/opt/release/build.json": "changed",
     }
+
+
+def by_hand(root: Path, state: Path, *words: str) -> set[str]:
+    """The files of the stage that was built."""
+    shutil.rmtree(root / "out", ignore_errors=True)
+    env = {**os.environ, "KIT_STATE": str(state)}
+    subprocess.run([sys.executable, "-c", BY_HAND, *words], cwd=root, env=env, check=True, capture_output=True)
+    return {str(path.relative_to(root / "out")) for path in (root / "out").rglob("*") if path.is_file()}
+
+
+@pytest.mark.image
+@needs_engine
+def test_what_a_build_by_hand_takes(tmp_path: Path, state: Path) -> None:
+    root, tree = copied(tmp_path / "kit"), tmp_path / "tree"
+    shutil.rmtree(root / "dist")
+    inputs = {"inputs.json", "archives/a", "wheels/a"}
+    more = {"nemo-rl/inputs.json", "nemo-rl/wheels/a"}
+    for name in inputs:
+        (root / "dist/inputs/cpu" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "dist/inputs/cpu" / name).write_text("a")
+    assert by_hand(root, state, "--target=inputs") == inputs
+    for name in {*more, "nemo-rl/base.tar"}:
+        (root / "dist/inputs/cpu" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "dist/inputs/cpu" / name).write_text("a")
+    assert by_hand(root, state, "--target=inputs") == inputs | more
+
+    # Of a context that nobody asked for, what it takes to name it; the kit's own tree is none.
+    write_tree(tree)
+    given, asked = ("--target=given-tree", f"--build-context=nemo-rl={tree}"), "--build-arg=NEMO_RL=1"
+    assert by_hand(root, state, "--target=given-tree", "--build-context=nemo-rl=.") == set()
+    assert by_hand(root, state, *given) == {"nemo_rl/__init__.py", "pyproject.toml", "uv.lock"}
+    whole = by_hand(root, state, *given, asked)
+    assert {"docker/dynamo/uv.lock", ".git/HEAD"} <= whole
+    assert "kept.log" not in whole  # its .dockerignore says so
 
 
 @pytest.mark.image
