@@ -48,7 +48,7 @@ unpack() {
   LD_LIBRARY_PATH="$carry/part00" bash -c 'set -o pipefail
     cat "$0"/part*/carry.* | "$0"/part00/zstd -q -d --long=27' "$carry" | tar x -C "$work" || return
   use_carried_nccl || return
-  "$base_python" -m compileall -q -j 0 "$work/site" >"$out/compileall.log" 2>&1 || true
+  "$base_python" -m compileall -q -j 0 "$work/site" "$work/nemo" >"$out/compileall.log" 2>&1 || true
   touch "$work/unpacked"
 }
 

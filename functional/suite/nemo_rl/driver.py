@@ -24,6 +24,7 @@ from functional.runtime.fleet.guard import PR_SET_CHILD_SUBREAPER, descendants
 from functional.runtime.fleet.sockets import command_line
 from functional.runtime.recipe.redact import redacted, scrubber
 from functional.suite.checklist import Checklist
+from functional.suite.cluster import cluster_address
 from functional.suite.data import DataRecord
 from functional.suite.hardware import read_hardware
 from functional.suite.leftovers import find_leftovers
@@ -41,6 +42,7 @@ from functional.suite.nemo_rl.checks import (
 )
 from functional.suite.nemo_rl.launch import Ended, make_environment, ray_head, run_script, shared_gpu
 from functional.suite.nemo_rl.log import NemoRlLog
+from functional.suite.nemo_rl.network import enter_own_network, has_route
 from functional.suite.nemo_rl.place import NemoRl, find_nemo_rl, find_recipe, tree_state
 from functional.suite.outcome import make_folders, summarize, write_pages_or_say
 from functional.suite.report import NemoRlRun, Report, read_release, write_atomically, write_report
@@ -86,6 +88,9 @@ def run(recipe: Path, out: Path, run_dir: Path, options: Options, overrides: lis
     try:
         prepared = prepare(recipe, out, run_dir, options, overrides)
         report = begin_report(prepared, options, overrides)
+        if cluster_address() is None and not has_route():
+            enter_own_network()
+            report.warnings.append("the machine has no default route: the run had a network of its own")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

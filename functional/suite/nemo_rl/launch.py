@@ -27,6 +27,8 @@ ACTORS = (
 """Actors that get an environment each, made by uv unless it is there: GRPO, DTensor v1 and Dynamo have these."""
 LOGICAL_CPUS = 16
 """Ray hands these out to the actors of a recipe, which mostly wait; a small machine has fewer than they ask for."""
+SLOW_MACHINE = {"RAY_agent_register_timeout_ms": "120000"}
+"""Ray gives its agents a few seconds to start, too few on a busy two-core machine."""
 HEAD_WAIT_S = 300.0
 GRACE_S = 60.0
 """For NeMo RL's own shutdown; its parts have 15 s each."""
@@ -105,7 +107,7 @@ def ray_head(
         command.append(f"--num-gpus={gpus}")
     with log.open("wb") as output:
         head = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            command, env=environment | SLOW_MACHINE, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
         )
     try:
         yield environment | {ADDRESS_VARIABLE: await_head(head, folder / "ray_current_cluster", log)}

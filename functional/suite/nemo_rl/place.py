@@ -1,18 +1,22 @@
 """Where NeMo RL is: its tree, its environment, and the environment of Dynamo that it is to use."""
 
+import json
 import os
 import subprocess
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from functional.runtime.errors import ConfigError
+from functional.runtime.fleet.programs import release_dir
 
 TREE_VARIABLE, TREE = "NEMO_RL_DIR", "/opt/nemo-rl"
 VENV_VARIABLE, VENV = "NEMO_RL_VENV", "/opt/nemo_rl_venv"
 DYNAMO_VARIABLE, DYNAMO = "NEMO_RL_DYNAMO_VENV_DIR", "/opt/dynamo_venv"
 SCRIPT = "examples/run_grpo.py"
 PROJECT = "nemo-rl"
+NOTED_COMMIT = ".commit"
 GIT_TIMEOUT_S = 30.0
 
 
@@ -85,14 +89,25 @@ def find_recipe(recipe: Path, tree: Path) -> Path:
 
 
 def tree_state(tree: Path) -> tuple[str | None, list[str]]:
-    """The commit of the tree's checkout, and the files that differ from it; (None, []) where it is no checkout."""
+    """The commit of the tree's checkout, and the files that differ from it; of a copy without history the commit that
+    the image names, or whoever made the copy, in `.commit`."""
     if not (tree / ".git").exists():
-        return None, []
+        return _noted_commit(tree), []
     commit = _git(tree, "rev-parse", "HEAD")
     changed = _git(tree, "status", "--porcelain", "--untracked-files=no")
     if commit is None or changed is None:
         return None, []
     return commit.strip(), [line[3:] for line in changed.splitlines()]
+
+
+def _noted_commit(tree: Path) -> str | None:
+    with suppress(OSError, ValueError):
+        return (tree / NOTED_COMMIT).read_text(encoding="utf-8").strip() or None
+    if tree == Path(TREE):  # the image's own
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            build = json.loads((release_dir() / "build.json").read_bytes())
+            return str(build["nemo_rl"]["commit"])
+    return None
 
 
 def _git(tree: Path, *words: str) -> str | None:
