@@ -1,7 +1,7 @@
 """NeMo RL as the driver of a run: where it is looked for, what its output says, what is checked, how a run ends.
 
-The trees here are ours, of NeMo RL's layout, and so is their script: they show how runs end. That the words looked for are
-NeMo RL's own, and what its script does, is seen where it is: `test_the_unmodified_script_without_a_gpu`, and
+The trees here are ours, of NeMo RL's layout, and so is their script: they show how runs end. That the words looked for
+are NeMo RL's own, and what its script does, is seen where it is: `test_the_unmodified_script_without_a_gpu`, and
 ci/gpu_nemo_rl.sh.
 """
 
@@ -339,7 +339,7 @@ def test_a_run_that_is_told_to_stop_reports(place, tmp_path):
 
 @pytest.mark.full
 def test_the_unmodified_script_without_a_gpu(tmp_path):
-    """NeMo RL itself, up to the first thing that needs a GPU; where it is not, in no image or by no variable, no test."""
+    """NeMo RL itself, up to the first thing that needs a GPU; no test where it is not."""
     try:
         place = find_nemo_rl()
     except ConfigError as missing:
