@@ -70,14 +70,17 @@ def lock(
 
 
 @app.command()
-def fetch(profile: Profile = "cpu") -> None:
+def fetch(
+    profile: Profile = "cpu",
+    nemo_rl: Annotated[bool, typer.Option("--nemo-rl", help="Also what an image with NeMo RL needs besides.")] = False,
+) -> None:
     """Download every locked input, verified, to dist/inputs/PROFILE.
 
     Example: ./build.py fetch --profile cpu
     """
     from kit.fetch import fetch_inputs
 
-    fetch_inputs(profile)
+    fetch_inputs(profile, nemo_rl=nemo_rl)
 
 
 @app.command()
@@ -85,16 +88,22 @@ def image(
     name: Name = "",
     profile: Profile = "cpu",
     dynamo: Annotated[bool, typer.Option(help="With the Dynamo environment; without, the trainer image.")] = True,
+    nemo_rl: Annotated[
+        Path | None, typer.Option(envvar="NEMO_RL", help="With NeMo RL and its environment: a clone of it.")
+    ] = None,
     lean: Annotated[bool, typer.Option(help="Keep no build cache: saves 11 GB of disk.")] = False,
     json: Json = False,
 ) -> None:
     """Build the image into dist/NAME/oci and record its digest.
 
-    Example: ./build.py image --profile cpu --name cpu
+    \b
+    Examples: ./build.py image --profile cpu --name cpu
+              ./build.py image --name nemo --nemo-rl ~/RL
     """
     from kit.image import make_image
 
-    _answer(make_image(name or profile, profile, with_dynamo=dynamo, lean=lean).model_dump_json(indent=2), json)
+    made = make_image(name or profile, profile, with_dynamo=dynamo, nemo_rl=nemo_rl, lean=lean)
+    _answer(made.model_dump_json(indent=2), json)
 
 
 @app.command()

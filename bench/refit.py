@@ -37,12 +37,12 @@ PHASES: dict[str, str] = {
     "clear": "a call a worker",
     "commit": "two calls a worker",
     "resume": "a call a worker",
-    "probe": "16 requests a worker, sent together, of one token each",
+    "probe": "log-probs of the tokens of a prompt, one request; or of one token after each of 16 prompts",
 }
 """In the order of an update, and what bounds each."""
 AROUND = {
     "snapshot_s": "copying all weights to the host, with nothing beside it; a run waits for what rollouts leave of it",
-    "foresee_s": "one forward pass over the probe's prompts",
+    "foresee_s": "one forward pass over the probe's prompt",
     "stale control": "a proof of weights that were not sent; the suite's own check",
 }
 COLOURS = ("#2b6cb0", "#63b3ed", "#2c7a7b", "#68d391", "#b7791f", "#f6ad55", "#9b2c2c", "#fc8181", "#553c9a", "#b794f4")
@@ -132,6 +132,7 @@ def summary(results: list[dict[str, Any]]) -> dict[str, list[str]]:
     cells = {"bytes sent": [f"{result['about']['bytes'] / 1e9:.3f} GB" for result in results]}
     cells["proof"] = [result["about"]["proof"] for result in results]
     cells["by plan"] = ["yes" if result["about"].get("by_plan") else "no" for result in results]
+    cells["requests of a probe, a worker"] = [str(result["about"].get("probe_requests", 16)) for result in results]
     cells["processors; load average of 5 minutes at the end"] = [
         f"{result['about']['processors']}; {result['about']['load']:.1f}" for result in results
     ]

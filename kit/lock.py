@@ -116,7 +116,17 @@ def check_pins() -> None:
 
 def locks_of(profile: str) -> tuple[LockSet, ...]:
     """The lock sets that a profile uses; they may be another profile's."""
-    return SETS[read_bases().of(profile).locks or profile]
+    return SETS[_whose(profile)]
+
+
+def nemo_rl_lock_of(profile: str) -> LockSet:
+    """What NeMo RL adds to `locks_of`."""
+    (found,) = (lock for lock in SETS["nemo-rl"] if lock.name == f"nemo-rl-{_whose(profile)}")
+    return found
+
+
+def _whose(profile: str) -> str:
+    return read_bases().of(profile).locks or profile
 
 
 def lockfile(name: str) -> Path:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from packaging.markers import Marker
 
-from kit.errors import KitError, UsageError
+from kit.errors import UsageError
 from kit.files import write_atomic
 from kit.layout import LOCKFILES, REPO
-from kit.nemo_tree import MADE_FOR, PINS, Tree, TreeError, is_nemo_rl, read_tree
+from kit.nemo_tree import LAYOUT, MADE_FOR, PINS, Tree, TreeError, check_pins_of, is_nemo_rl, read_tree
+from kit.steps import say
 
 # What the tree's own Dynamo environment and ours must have in common.
 _OF_DYNAMO = ("ai-dynamo", "nvidia-nccl-cu13", "vllm")
@@ -21,11 +23,13 @@ _OF_DYNAMO = ("ai-dynamo", "nvidia-nccl-cu13", "vllm")
 
 def write_made_for(folder: Path, locked: dict[str, str]) -> None:
     """Write lockfiles/nemo-rl.toml for this tree; `locked` are the pins of our Dynamo environment."""
-    tree = usable_tree(folder)
+    if not is_nemo_rl(folder):
+        raise UsageError(f"{folder} is not NeMo RL", LAYOUT)
+    tree = _read(folder)
     theirs = _resolved(_lock(folder / PINS[1]), _OF_DYNAMO)
     for name, version in theirs.items():
         if locked.get(name) != version:
-            raise KitError(
+            raise UsageError(
                 f"{folder} wants {name} {version} in its Dynamo environment, and ours has {locked.get(name, 'none')}",
                 "change lockfiles/dynamo-*.in first",
             )
@@ -46,10 +50,33 @@ def write_made_for(folder: Path, locked: dict[str, str]) -> None:
     write_atomic(REPO / MADE_FOR, "\n".join(lines) + "\n")
 
 
-def usable_tree(folder: Path) -> Tree:
-    """Raises UsageError for one that is not NeMo RL, or not as its commit is."""
+@dataclass(frozen=True)
+class Checkout:
+    """A clone of NeMo RL that an image can be built with."""
+
+    folder: Path
+    commit: str
+
+
+def tree_to_build(folder: Path | None) -> Checkout | None:
+    """The tree that was asked for; nothing, and a line, for a folder that is not NeMo RL. Raises UsageError."""
+    if folder is None:
+        return None
+    folder = folder.absolute()
+    if not folder.is_dir():
+        raise UsageError(f"no folder {folder}", "give a clone of NeMo RL")
     if not is_nemo_rl(folder):
-        raise UsageError(f"{folder} is not NeMo RL", "it has nemo_rl/, pyproject.toml and uv.lock")
+        say(f"note: {folder} is not NeMo RL ({LAYOUT}), and counts as none")
+        return None
+    tree = _read(folder)
+    try:
+        check_pins_of(tree, REPO / MADE_FOR)
+    except TreeError as error:
+        raise UsageError(str(error)) from None
+    return Checkout(folder, tree.commit)
+
+
+def _read(folder: Path) -> Tree:
     try:
         return read_tree(folder)
     except TreeError as error:

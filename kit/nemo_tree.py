@@ -18,7 +18,7 @@ MADE_FOR = "lockfiles/nemo-rl.toml"
 """Which tree the locks were made for; written by `./build.py lock nemo-rl --nemo-rl TREE`."""
 PINS = ("uv.lock", "docker/dynamo/uv.lock")
 """What pins the tree's own environments."""
-_LAYOUT = ("nemo_rl/__init__.py", "pyproject.toml", "uv.lock")
+LAYOUT = "NeMo RL has nemo_rl/, pyproject.toml and uv.lock"
 
 
 class TreeError(Exception):
@@ -38,7 +38,7 @@ class Tree:
 
 def is_nemo_rl(folder: Path) -> bool:
     """By its layout: the kit's own tree, which the documented command gives when run from here, is none."""
-    return all((folder / name).is_file() for name in _LAYOUT)
+    return all((folder / name).is_file() for name in ("nemo_rl/__init__.py", "pyproject.toml", "uv.lock"))
 
 
 def read_tree(folder: Path, *, may_lack_files: bool = False) -> Tree:
@@ -60,7 +60,7 @@ def read_tree(folder: Path, *, may_lack_files: bool = False) -> Tree:
             f"{folder} is not as its commit {commit[:12]} is ({changed[0]}{more}): commit these changes in it, on a"
             " branch of yours, or undo them"
         )
-    return Tree(commit, {name: _sha256(folder / name) for name in PINS if (folder / name).is_file()})
+    return Tree(commit, {name: sha256_of(folder / name) for name in PINS if (folder / name).is_file()})
 
 
 def check_pins_of(tree: Tree, made_for: Path) -> None:
@@ -77,6 +77,16 @@ def check_pins_of(tree: Tree, made_for: Path) -> None:
         )
 
 
+def write_commit(folder: Path, commit: str, target: Path) -> None:
+    """The files of a commit of that clone, readable by all, into a new folder. Raises TreeError."""
+    target.mkdir()
+    archive = target / ".archive.tar"
+    _git(folder, "archive", "--format=tar", f"--output={archive}", commit)
+    subprocess.run(["tar", "-xf", str(archive), "-C", str(target), "--no-same-owner"], check=True)
+    archive.unlink()
+    subprocess.run(["chmod", "-R", "u=rwX,go=rX", str(target)], check=True)
+
+
 def _git(folder: Path, *words: str) -> str:
     # The owner of a mounted tree may be another user; nothing is written to it.
     command = ["git", "--no-optional-locks", "-c", "safe.directory=*", "-C", str(folder), *words]
@@ -89,6 +99,6 @@ def _git(folder: Path, *words: str) -> str:
         raise TreeError(f"git cannot read {folder} ({said[-1]}): give a clone (git clone)") from None
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

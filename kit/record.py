@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
 from kit.errors import KitError
 from kit.files import write_atomic
@@ -31,6 +31,17 @@ class Section(BaseModel):
     time: AwareDatetime = Field(default_factory=now, description="When this section was written (UTC).")
 
 
+class NemoRl(BaseModel):
+    """The tree of NeMo RL in an image, as it was checked before and in the build."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}([0-9a-f]{24})?$")]
+    pins: dict[str, Sha256] = Field(description="sha256 of each lock in the tree, which our own lock was made for.")
+    patches: dict[str, Sha256] = Field(description="Patches of its own that were applied to the Dynamo environment.")
+    size: NonNegativeInt = Field(description="Bytes of it and of its environment that no other environment shares.")
+
+
 class ImageSection(Section):
     """The OCI layout in `oci/`; its digest is the release's identity."""
 
@@ -41,11 +52,14 @@ class ImageSection(Section):
     size: NonNegativeInt = Field(description="Bytes of the manifest, the configuration and the compressed layers.")
     layers: list[Digest]
     key: Sha256 = Field(description="Hash over everything that went into the build; equal key, equal image.")
-    inputs: dict[str, str] = Field(description="sha256 of each lockfile, base and source tree that went in.")
+    inputs: dict[str, str] = Field(
+        description="sha256 of each lockfile, base and source tree that went in; of NeMo RL's tree the commit."
+    )
     source_date_epoch: int
     commit: str | None = Field(
         None, description="Of the checkout that was built, `-dirty` with changes; none outside git."
     )
+    nemo_rl: NemoRl | None = None
 
 
 class PushSection(Section):
@@ -70,6 +84,17 @@ class SqshSection(Section):
         return self.source_digest
 
 
+class JobFacts(BaseModel):
+    """The Slurm job that the suite ran as."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    nodes: str = Field(description="As Slurm writes them: node[1-2].")
+    backend: str = Field(description="What ran the container: pyxis, enroot, oci or runner.")
+    seconds: dict[str, NonNegativeFloat] = Field(description="From submission to the start of each phase.")
+
+
 class FunctionalSection(Section):
     path: str = Field(description="report.json, relative to the record's folder.")
     sha256: Sha256
@@ -80,6 +105,7 @@ class FunctionalSection(Section):
     failed: NonNegativeInt
     skipped: NonNegativeInt
     pages: dict[str, Sha256] = Field(default_factory=dict, description="Pages for people beside it, by file name.")
+    job: JobFacts | None = Field(None, description="None for a run on this machine.")
 
     @property
     def subject(self) -> str:

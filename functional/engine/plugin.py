@@ -17,7 +17,15 @@ def register() -> None:
     import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from functional.engine import cpu_proof, cpu_resident, pause_patch, reload_patch, rendezvous_patch, reply_patch
+    from functional.engine import (
+        cpu_proof,
+        cpu_resident,
+        pause_patch,
+        prompt_logprobs_patch,
+        reload_patch,
+        rendezvous_patch,
+        reply_patch,
+    )
 
     for backend, engine in _ENGINES.items():
         if backend not in WeightTransferEngineFactory._registry:
@@ -29,6 +37,8 @@ def register() -> None:
         pause_patch.apply()
     if reply_patch.applies_to(vllm.__version__):
         reply_patch.apply()
+    if prompt_logprobs_patch.applies_to(vllm.__version__):
+        prompt_logprobs_patch.apply()
     if cpu_resident.is_wanted():
         cpu_resident.apply()
     cpu_proof.install()
@@ -40,7 +50,15 @@ def status() -> dict[str, Any]:
     import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from functional.engine import cpu_proof, cpu_resident, pause_patch, reload_patch, rendezvous_patch, reply_patch
+    from functional.engine import (
+        cpu_proof,
+        cpu_resident,
+        pause_patch,
+        prompt_logprobs_patch,
+        reload_patch,
+        rendezvous_patch,
+        reply_patch,
+    )
 
     return {
         "vllm": vllm.__version__,
@@ -48,6 +66,10 @@ def status() -> dict[str, Any]:
         "reload_patch": {"for": reload_patch.PATCHED_VERSION, "applied": reload_patch.is_applied()},
         "pause_patch": {"for": pause_patch.PATCHED_VERSION, "applied": pause_patch.is_applied()},
         "reply_patch": {"for": reply_patch.PATCHED_VERSION, "applied": reply_patch.is_applied()},
+        "prompt_logprobs_patch": {
+            "for": prompt_logprobs_patch.PATCHED_VERSION,
+            "applied": prompt_logprobs_patch.is_applied(),
+        },
         "file_rendezvous": rendezvous_patch.is_applied(),
         "hash_before_packing": cpu_proof.is_installed(),
         "cpu_weights_resident": cpu_resident.is_wanted(),

@@ -3,6 +3,7 @@
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,7 +105,9 @@ def _join(address: str) -> None:
         host, _, port = address.rpartition(":")
         if port.isdigit():  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), CONNECT_S).close()
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        # Whichever environment's Ray started the cluster: in an image with NeMo RL it is not this one's.
+        ours = {"py_executable": sys.executable}
+        ray.init(address=address, runtime_env=ours, log_to_driver=False, configure_logging=False)
     except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as error:
         why = " ".join(str(error).split())[:300]
         raise ConfigError(f"{ADDRESS_VARIABLE}={address}: cannot join ({type(error).__name__}: {why})") from error

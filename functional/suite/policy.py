@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from functional.runtime.recipe.model import LossConfig, OptimizerConfig, SchedulerConfig
 from functional.suite.checkpoint_views import CheckpointForm
-from functional.suite.grpo import clean, clipped_loss, mean_abs_difference
+from functional.suite.grpo import clean, clipped_loss, mean_abs_difference, token_mult_prob_error
 from functional.suite.sampling_filter import Flips, SamplingFilter, find_flips
 from functional.suite.sampling_filter import logprobs as filtered_logprobs
 
@@ -37,12 +37,18 @@ ROUNDING_FLOOR = 0.01
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion as it came back: token IDs as the engine reports them, and its log-prob of each (nats)."""
+    """One completion as it came back: token IDs as the engine reports them, and its log-prob of each (nats).
+
+    own_logprobs: the trainer's under the policy version that made it, where that is an older one; is_judged: whether
+    engine and trainer can be held against each other on it, which needs log-probs of one version.
+    """
 
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
     generation_logprobs: Sequence[float]
     advantage: float = 0.0
+    own_logprobs: Sequence[float] | None = None
+    is_judged: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ class Batch:
     """Samples as tensors, padded right. B samples, L = longest prompt + completion, T = longest completion.
 
     input_ids [B, L] int64; prompt_lengths [B] int64; completion_ids [B, T] int64; mask [B, T] bool, true at completion
-    tokens; generation_logprobs [B, T] float32; advantages [B] float32.
+    tokens; generation_logprobs [B, T] float32; advantages [B] float32; own_logprobs [B, T] float32, NaN where the
+    present version made the sample; judged [B, T] bool, true at tokens that engine and trainer are compared on.
     """
 
     input_ids: Tensor
@@ -59,6 +66,8 @@ class Batch:
     mask: Tensor
     generation_logprobs: Tensor
     advantages: Tensor
+    own_logprobs: Tensor
+    judged: Tensor
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -92,6 +101,8 @@ def collate(samples: Sequence[Sample]) -> Batch:
         mask=torch.zeros(rows, longest, dtype=torch.bool),
         generation_logprobs=torch.zeros(rows, longest),
         advantages=torch.tensor([s.advantage for s in samples], dtype=torch.float32),
+        own_logprobs=torch.full((rows, longest), torch.nan),
+        judged=torch.zeros(rows, longest, dtype=torch.bool),
     )
     for row, s in enumerate(samples):
         ids = [*s.prompt_ids, *s.completion_ids]
@@ -100,6 +111,9 @@ def collate(samples: Sequence[Sample]) -> Batch:
         batch.completion_ids[row, :n] = torch.tensor(list(s.completion_ids))
         batch.mask[row, :n] = True
         batch.generation_logprobs[row, :n] = torch.tensor(list(s.generation_logprobs))
+        batch.judged[row, :n] = s.is_judged
+        if s.own_logprobs is not None:
+            batch.own_logprobs[row, :n] = torch.tensor(list(s.own_logprobs))
     return batch
 
 
@@ -159,20 +173,22 @@ class Policy:
             yield name, weight.detach().contiguous()
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, kept: SamplingFilter | None = None) -> Tensor:
+    def logprobs(self, batch: Batch, kept: SamplingFilter | None = None, flips: Flips | None = None) -> Tensor:
         """Log-probs of the batch's completion tokens -> [B, T] float32 on the CPU, zero where the mask is false.
 
-        kept: what they were sampled from, if not from what this policy's rollouts are.
+        kept: what they were sampled from, if not from what this policy's rollouts are; `flips` notes the sampled tokens
+        that this leaves out.
         """
-        return self._all_logprobs(self.model, batch, kept or self.kept).cpu()
+        return self._all_logprobs(self.model, batch, kept or self.kept, flips).cpu()
 
     @torch.no_grad()
-    def next_logprobs(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Log-probs of every token after each of some prompts of one length -> [prompts, vocabulary] float32, on the
-        policy's device."""
-        hidden = self.model.model(input_ids=torch.tensor(prompts, device=self.device), use_cache=False)
-        logits = logits_of(self.model, hidden.last_hidden_state[:, -1]) / self.temperature
-        return torch.log_softmax(logits, -1)
+    def prompt_logprobs(self, prompt: Sequence[int]) -> Tensor:
+        """Log-probs of a prompt's tokens but the first, by the model's own distribution -> [tokens - 1] float32, on the
+        policy's device. Two tokens at least."""
+        ids = torch.tensor(prompt, device=self.device)
+        hidden = self.model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+        logp = torch.log_softmax(logits_of(self.model, hidden), -1)
+        return logp.gather(-1, ids[1:, None])[:, 0]
 
     @contextmanager
     def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
@@ -194,20 +210,23 @@ class Policy:
             raise ValueError("this policy keeps no reference: make it with keep_reference=True")
         return self._all_logprobs(self.reference, batch, WHOLE).cpu()
 
-    def train_step(self, batch: Batch, loss_config: LossConfig) -> dict[str, float]:
-        """One optimizer step on the batch, and its metrics.
+    def train_step(self, batch: Batch, loss_config: LossConfig, flips: Flips | None = None) -> dict[str, float]:
+        """One optimizer step on the batch, and its metrics. flips: of the samples that an older version made.
 
-        Besides clipped_loss's: grad_norm (before clipping), logp_noise (mean |trainer - engine| in nats before the
-        step), logp_shift (mean |after - before| on the same samples), tokens, and what `agreement_bounds` gives.
+        Besides clipped_loss's: grad_norm (before clipping), logp_noise (mean |trainer - engine| in nats, before the
+        step), logp_shift (mean |after - before| on the same samples), tokens, and what `agreement_bounds` gives. Of
+        samples that older versions made, logp_noise and token_mult_prob_error are by those; logp_lag is how far (mean,
+        nats) the trainer has gone since they were made, and judged_tokens how many tokens could be compared.
         Raises ValueError when gradients are not finite; the weights are then unchanged.
         """
         batch = batch.to(self.device)
-        flips = Flips()
+        flips = flips or Flips()
         with torch.no_grad():
             before = self._all_logprobs(self.model, batch, self.kept, flips)
             penalised = loss_config.reference_policy_kl_penalty > 0 and self.reference is not None
             reference = self._all_logprobs(self.reference, batch, WHOLE) if penalised else None
-        self.last_scored = before[batch.mask], batch.generation_logprobs[batch.mask]
+        own = torch.where(batch.own_logprobs.isnan(), before, batch.own_logprobs)
+        self.last_scored = own[batch.judged], batch.generation_logprobs[batch.judged]
         bounds = self.agreement_bounds(batch, before)
         if self.kept.is_on:
             bounds |= {"filter_flips": float(flips.tokens), "filter_flip_nats": flips.furthest}
@@ -241,14 +260,16 @@ class Policy:
         metrics["grad_norm"] = self._step(gradients)
         with torch.no_grad():
             after = self._all_logprobs(self.model, batch, self.kept)
-        noise = float(mean_abs_difference(before, batch.generation_logprobs, batch.mask))
-        shift = float(mean_abs_difference(after, before, batch.mask))
+        engine, judged = batch.generation_logprobs, batch.judged
         return {
             **metrics,
             **bounds,
             "tokens": float(tokens),
-            "logp_noise": noise,
-            "logp_shift": shift,
+            "token_mult_prob_error": float(token_mult_prob_error(own, engine, judged)),
+            "logp_noise": float(mean_abs_difference(own, engine, judged)),
+            "logp_shift": float(mean_abs_difference(after, before, batch.mask)),
+            "logp_lag": float(mean_abs_difference(before, own, batch.mask)),
+            "judged_tokens": float(judged.sum()),
         }
 
     @torch.no_grad()
@@ -371,7 +392,8 @@ class Policy:
             return clean(logp, batch.mask)
         rows, ids = logits[batch.mask], batch.completion_ids[batch.mask]
         if flips is not None:
-            find_flips(rows, ids, kept, flips)
+            now = batch.own_logprobs.isnan() & batch.judged
+            find_flips(logits[now], batch.completion_ids[now], kept, flips)
         return torch.zeros_like(logits[..., 0]).masked_scatter(batch.mask, filtered_logprobs(rows, ids, kept))
 
 

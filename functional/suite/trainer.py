@@ -20,11 +20,10 @@ from functional.runtime.recipe.model import Recipe
 from functional.runtime.refit.expected import NamedTensors
 from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import ProbeScore
-from functional.runtime.rollout.completion import Completion
 from functional.suite.checkpoint import TrainingInfo, read_tensors, write_checkpoint
 from functional.suite.host_copy import HostCopy
 from functional.suite.policy import WHOLE, Policy, Sample, collate
-from functional.suite.sampling_filter import SamplingFilter
+from functional.suite.sampling_filter import Flips, SamplingFilter
 from functional.suite.send_faults import FaultyWeights, SendFault
 
 NUDGE = 0.15
@@ -84,10 +83,9 @@ class Trainer:
         """Number of parameters; answers once the model is loaded."""
         return sum(tensor.numel() for _, tensor in self._policy.named_tensors())
 
-    def foresee(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Score every token that may follow these prompts, now and whenever the weights change: a probe that asks for
-        them is answered from that."""
-        self._foreseen.prompts = {tuple(prompt): row for row, prompt in enumerate(prompts)}
+    def foresee(self, prompt: Sequence[int]) -> None:
+        """Score this prompt's tokens, now and whenever the weights change: a probe with it is answered from that."""
+        self._foreseen.prompt = tuple(prompt)
         self._foreseen.look(self._version)
 
     def keep(self) -> None:
@@ -100,10 +98,19 @@ class Trainer:
         self._kept = self._version
         self._copy.begin()
 
-    def train(self, samples: list[Sample], version: int) -> dict[str, float]:
-        """One optimizer step, which makes `version`; the weights before it are kept on the host."""
+    def own_logprobs(self, samples: list[Sample], version: int) -> tuple[list[list[float]], Flips]:
+        """Log-probs of samples that `version` made, by its weights, and the flips among them. Raises RefitError for a
+        version that is not held any more."""
+        batch, flips = collate(samples), Flips()
+        with self._policy.holding(self._held(version)):
+            found = self._policy.logprobs(batch, flips=flips)
+        return [row[mask].tolist() for row, mask in zip(found, batch.mask, strict=True)], flips
+
+    def train(self, samples: list[Sample], version: int, flips: Flips | None = None) -> dict[str, float]:
+        """One optimizer step, which makes `version`; the weights before it are kept on the host. flips: of the samples
+        that an older version made."""
         figures = self._await_copy()
-        metrics = self._policy.train_step(collate(samples), self._loss)
+        metrics = self._policy.train_step(collate(samples), self._loss, flips)
         self._become(version)
         return metrics | figures
 
@@ -151,9 +158,9 @@ class Trainer:
         self._policy.restore(moved)
         return {"snapshot_s": figures["snapshot_s"], "foresee_s": self._become(version)}
 
-    def score_nudged(self, completions: Sequence[Completion], size: float, seed: int) -> list[float]:
-        """Log-probs of the completions' tokens under weights moved by noise of `size` standard deviations of each
-        tensor; the policy keeps its own."""
+    def score_nudged(self, prompts: Sequence[Sequence[int]], size: float, seed: int) -> list[list[float]]:
+        """Log-probs of each prompt's tokens but the first, under weights moved by noise of `size` standard deviations
+        of each tensor; the policy keeps its own."""
         moved = copy.copy(self._policy)
         moved.model = copy.deepcopy(self._policy.model)
         generator = torch.Generator(self._policy.device).manual_seed(seed)
@@ -161,7 +168,7 @@ class Trainer:
             for parameter in moved.model.parameters():
                 noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
                 parameter += (size * parameter.float().std() * noise).to(parameter.dtype)
-        return self._logprobs(moved, as_samples(completions))
+        return [moved.prompt_logprobs(prompt).tolist() for prompt in prompts]
 
     def set_fault(self, fault: SendFault | None) -> None:
         """What goes wrong in the sends to come."""
@@ -205,63 +212,48 @@ class Trainer:
             return self._copy.tensors
         raise RefitError(f"the trainer holds no weights of policy version {version}")
 
-    def _score(self, version: int, completions: Sequence[Completion]) -> ProbeScore:
-        current = self._scores(self._version, completions)
+    def _score(self, version: int, prompt: Sequence[int]) -> ProbeScore:
+        current = self._scores(self._version, prompt)
         if self._kept is None or self._kept == self._version:
             return ProbeScore(current, None)
-        previous = self._scores(self._kept, completions)
+        previous = self._scores(self._kept, prompt)
         return ProbeScore(current, previous) if version == self._version else ProbeScore(previous, current)
 
-    def _scores(self, version: int, completions: Sequence[Completion]) -> list[float]:
+    def _scores(self, version: int, prompt: Sequence[int]) -> list[float]:
         """Under a version that is held. Of what was not foreseen, under the version before, its weights take the
         place of the model's own meanwhile."""
-        foreseen = self._foreseen.scores(version, completions)
+        foreseen = self._foreseen.scores(version, prompt)
         if foreseen is not None:
             return foreseen
-        samples = as_samples(completions)
         if version == self._version:
-            return self._logprobs(self._policy, samples)
+            return tolist(self._policy.prompt_logprobs(prompt))
         with self._policy.holding(self._held(version)):
-            return self._logprobs(self._policy, samples)
-
-    def _logprobs(self, policy: Policy, samples: list[Sample]) -> list[float]:
-        """Of every token of a probe's completions, sample after sample: probes sample the whole distribution."""
-        batch = collate(samples)
-        scored: list[float] = policy.logprobs(batch, WHOLE)[batch.mask].tolist()
-        return scored
+            return tolist(self._policy.prompt_logprobs(prompt))
 
 
-def as_samples(completions: Sequence[Completion]) -> list[Sample]:
-    return [Sample(c.prompt_token_ids, c.token_ids, c.logprobs) for c in completions]
+def tolist(scores: torch.Tensor) -> list[float]:
+    found: list[float] = scores.tolist()
+    return found
 
 
 class Foreseen:
-    """Log-probs of every token after each of some prompts, of the two versions last looked at."""
+    """Log-probs of a prompt's tokens, of the two versions last looked at."""
 
     def __init__(self, policy: Policy) -> None:
-        self.prompts: dict[tuple[int, ...], int] = {}
-        """Prompt → its row."""
+        self.prompt: tuple[int, ...] = ()
         self._policy = policy
-        self._tables: dict[int, torch.Tensor] = {}
+        self._scores: dict[int, list[float]] = {}
 
     def look(self, version: int) -> None:
         """At what the policy has now, which is `version`."""
-        self._tables.pop(version, None)
-        if self.prompts:
-            self._tables = dict([*self._tables.items()][-1:])
-            self._tables[version] = self._policy.next_logprobs(list(self.prompts))
-            if self._policy.device.type == "cuda":
-                torch.cuda.synchronize(self._policy.device)
+        self._scores.pop(version, None)
+        if self.prompt:
+            self._scores = dict([*self._scores.items()][-1:])
+            self._scores[version] = tolist(self._policy.prompt_logprobs(self.prompt))
 
-    def scores(self, version: int, completions: Sequence[Completion]) -> list[float] | None:
-        """Of the completions' tokens, one each; None where this version or one of the prompts was not looked at."""
-        rows = [self.prompts.get(completion.prompt_token_ids) for completion in completions]
-        table = self._tables.get(version)
-        if table is None or None in rows or any(len(completion.token_ids) != 1 for completion in completions):
-            return None
-        tokens = [completion.token_ids[0] for completion in completions]
-        found: list[float] = table[rows, tokens].tolist()
-        return found
+    def scores(self, version: int, prompt: Sequence[int]) -> list[float] | None:
+        """Of the prompt's tokens but the first; None where this version or this prompt was not looked at."""
+        return self._scores.get(version) if tuple(prompt) == self.prompt else None
 
 
 class RemoteWeights:
@@ -309,8 +301,8 @@ class RemoteWeights:
     def abort(self, reason: str) -> None:
         self._ask("abort", reason)
 
-    def score(self, version: int, completions: Sequence[Completion]) -> ProbeScore:
-        score: ProbeScore = self._ask("score", version, completions)
+    def score(self, version: int, prompt: Sequence[int]) -> ProbeScore:
+        score: ProbeScore = self._ask("score", version, prompt)
         return score
 
     def _ask(self, method: str, *arguments: Any) -> Any:

@@ -1,5 +1,6 @@
 """Which answers may be trained on, which prompts may be sent, and the admission gate."""
 
+import asyncio
 import json
 import threading
 import time
@@ -93,6 +94,35 @@ def test_a_broken_answer_names_its_problem(changes, problem):
     assert problem in found
 
 
+PROMPT_LOGPROBS = [None, {"6": {"logprob": -2.5, "rank": 7}}, {"7": {"logprob": -3.5, "rank": 1}}]
+
+
+def read_prompt(**changes):
+    changes = {"usage__prompt_tokens_details__cached_tokens": 0, **changes}
+    return read_completion(encoded(**changes), REQUEST, PROMPT, Sampling(4, prompt_logprobs=True), 0.0)
+
+
+def test_log_probs_of_the_prompt_are_read_where_they_were_asked_for():
+    told = read_prompt(nvext__prompt_logprobs=PROMPT_LOGPROBS)
+    assert (told.problem, told.prompt_logprobs) == (None, (-2.5, -3.5))
+    cached = read_prompt(nvext__prompt_logprobs=PROMPT_LOGPROBS, usage__prompt_tokens_details__cached_tokens=2)
+    assert (cached.problem, cached.prompt_logprobs) == (None, ()), "what was cached has none"
+    assert read(nvext__prompt_logprobs=PROMPT_LOGPROBS).prompt_logprobs == ()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [],
+        PROMPT_LOGPROBS[:2],
+        [None, None, PROMPT_LOGPROBS[2]],
+        [None, {"8": {"logprob": -2.5}}, PROMPT_LOGPROBS[2]],
+    ],
+)
+def test_log_probs_of_another_prompt_or_of_a_part_of_it_are_none(told):
+    assert "prompt's tokens" in str(read_prompt(nvext__prompt_logprobs=told).problem)
+
+
 def test_more_tokens_than_allowed():
     assert "2 tokens generated, 1 allowed" in (read(max_tokens=1).problem or "")
 
@@ -174,6 +204,35 @@ def test_the_gate_waits_for_what_is_inside_and_then_refuses():
         gate.enter()
     gate.reopen()
     gate.enter()
+
+
+def test_a_gate_that_makes_rollouts_wait_lets_them_in_at_the_version_it_opens_with(pool):
+    gate = AdmissionGate(waits=True)
+    gate.reopen(3)
+    assert pool.run(gate.admit()) == 3
+    gate.leave()
+    gate.shut()
+    waiting = asyncio.run_coroutine_threadsafe(gate.admit(2), pool._loop)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.1)
+    gate.close_and_drain(0)  # who waits is not inside
+    gate.reopen(4)
+    assert waiting.result(5) == 4
+    with pytest.raises(RolloutError, match="2 rollouts still under way"):
+        gate.close_and_drain(0.05)
+
+
+def test_who_gives_up_waiting_at_the_gate_is_not_inside_later(pool):
+    gate = AdmissionGate(waits=True)
+    gate.shut()
+    waiting = asyncio.run_coroutine_threadsafe(gate.admit(), pool._loop)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.1)
+    waiting.cancel()
+    gate.reopen(1)
+    assert pool.run(gate.admit()) == 1
+    gate.leave()
+    gate.close_and_drain(0)
 
 
 def test_a_drain_that_takes_too_long_leaves_the_gate_shut():

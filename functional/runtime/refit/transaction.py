@@ -8,7 +8,6 @@ after `attempts` failures the fleet goes back to the version before. Admission s
 when that fails too. docs/refit.md has the states as a diagram and the interface for a trainer.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -58,14 +57,19 @@ class FleetRefit:
         has_prefix_cache: bool = True,
         on_step: Callable[[int, str], None] = lambda version, name: None,
         on_transition: Callable[[Transition], None] = lambda transition: None,
+        drain_s: float | None = None,
+        give_up_rollouts: Callable[[], None] | None = None,
         pool: Executor | None = None,
     ) -> None:
         """address: of this machine, for the transfer's rendezvous; timeout_s: the engine-side deadline of each wait.
 
         attempts: tries of one version; ranks_per_worker: tensor × pipeline parallel size of an engine;
         has_prefix_cache: of engines without, no clear is looked for; on_step hears the version being brought about and
-        each step's name as it begins; pool runs the calls to the workers (a thread
-        each, if not given).
+        each step's name as it begins; pool runs the calls to the workers (a thread each, if not given); drain_s: how
+        long the rollouts under way may take to end, if not timeout_s.
+        give_up_rollouts: given, an update does not wait for the rollouts under way: engines freeze them, forget what
+        they had computed of them, and go on with the new weights. After an attempt that failed they may have met
+        others: it ends them all, and returns once none is under way.
         """
         self.workers = list(workers)
         self.version: int | None = None
@@ -80,6 +84,8 @@ class FleetRefit:
         self._ranks_per_worker = ranks_per_worker
         self._has_prefix_cache = has_prefix_cache
         self._on_step = on_step
+        self._drain_s = timeout_s if drain_s is None else drain_s
+        self._give_up_rollouts = give_up_rollouts
         self._pool = pool or ThreadPoolExecutor(max_workers=len(workers) + 1, thread_name_prefix="refit")
         self._machine = RefitMachine(gate, on_transition)
         self._announced: tuple[int, Future[Manifest]] | None = None
@@ -251,6 +257,8 @@ class FleetRefit:
         self._grouped = False
         self._lost.clear()
         try:
+            if self._give_up_rollouts is not None:
+                self._give_up_rollouts()
             if lost:
                 self._replace_lost(lost, result)
         except RunError as error:
@@ -275,17 +283,20 @@ class FleetRefit:
         ]
 
     def _drain(self, result: RefitResult) -> None:
-        with self._step("drain", result):
-            self._gate.close_and_drain(self._timeout_s)
-        if self._warmed_at != (now := self._gate.idle_since()):  # rollouts may have driven the probe out of caches
+        if self._give_up_rollouts is None:
+            with self._step("drain", result):
+                self._gate.close_and_drain(self._drain_s)
+        now = self._gate.idle_since()
+        if now is None or self._warmed_at != now:  # rollouts may have driven the probe out of caches
             self._warmed.clear()
             self._warmed_at = now
 
     def _pause(self, result: RefitResult) -> None:
         with self._step("see cache", result):
             self._on_all(self._see_cache)
+        mode = "wait" if self._give_up_rollouts is None else "keep"
         with self._step("pause", result):
-            self._on_all(lambda w: w.control.call("pause_generation", {"mode": "wait", "clear_cache": True}))
+            self._on_all(lambda w: w.control.call("pause_generation", {"mode": mode, "clear_cache": True}))
 
     def _send(self, result: RefitResult) -> None:
         result.bytes_sent, result.tensors = self._manifest.nbytes, len(self._manifest.slots)
@@ -351,11 +362,11 @@ class FleetRefit:
     def _judge_probes(self, result: RefitResult) -> None:
         with self._step("probe", result):
             first = self._on_all(lambda worker: self._probe(worker, 0))
-            for worker, completions in zip(self.workers, first, strict=True):
-                if cached := cached_tokens(completions):
+            for worker, completion in zip(self.workers, first, strict=True):
+                if completion.cached_tokens:
                     raise RefitError(
-                        f"worker {worker.index}: {cached} cached tokens on the probe after the clear: "
-                        "the cache was not cleared"
+                        f"worker {worker.index}: {completion.cached_tokens} cached tokens on the probe after the "
+                        "clear: the cache was not cleared"
                     )
             seen = [self._judge(*sight) for sight in zip(self.workers, self._sight(self.workers, first), strict=True)]
             result.probes += [verdict for verdict, _ in seen]
@@ -407,7 +418,7 @@ class FleetRefit:
         if not self._has_prefix_cache:
             self._warmed[worker.instance_id] = 0
             return
-        cached = cached_tokens(self._probe(worker, 0, 1)) or cached_tokens(self._probe(worker, 0, 1))
+        cached = self._probe(worker, 0).cached_tokens or self._probe(worker, 0).cached_tokens
         if cached == 0:
             raise RefitError(
                 f"worker {worker.index}: a repeated probe did not hit the prefix cache; a clear would be unseen"
@@ -476,24 +487,24 @@ class FleetRefit:
             )
         return ProbeVerdict(worker.index, reading, self._warmed[worker.instance_id], 0), sightings
 
-    def _sight(self, workers: Sequence[Worker], answers: Sequence[Sequence[Completion]]) -> list[list[Sighting]]:
-        """Each worker's tokens, scored in one call of the trainer. Raises RefitError for an answer that is none."""
-        for worker, completions in zip(workers, answers, strict=True):
-            for completion in completions:
-                if completion.problem:
-                    raise RefitError(f"worker {worker.index}: probe after the update: {completion.problem}")
-        score = self._source.score(self._target, [completion for own in answers for completion in own])
-        engine = [[value for completion in own for value in completion.logprobs] for own in answers]
+    def _sight(self, workers: Sequence[Worker], answers: Sequence[Completion]) -> list[list[Sighting]]:
+        """Each worker's tokens; all answered the same prompt. Raises RefitError for an answer that is none."""
+        for worker, completion in zip(workers, answers, strict=True):
+            if completion.problem:
+                raise RefitError(f"worker {worker.index}: probe after the update: {completion.problem}")
+        score = self._source.score(self._target, answers[0].prompt_token_ids)
         other = score.previous if score.previous is not None else [None] * len(score.current)
-        scored = zip((value for own in engine for value in own), score.current, other, strict=True)
-        sightings = [[Sighting(*values) for values in itertools.islice(scored, len(own))] for own in engine]
-        if next(scored, None) is not None:
-            raise RefitError(f"trainer: {len(score.current)} scores for {sum(map(len, engine))} tokens")
-        for worker, seen in zip(workers, sightings, strict=True):
+        sightings = []
+        for worker, completion in zip(workers, answers, strict=True):
+            engine = completion.prompt_logprobs
+            if len(engine) != len(score.current):
+                raise RefitError(f"trainer: {len(score.current)} scores for {len(engine)} tokens of the probe")
+            seen = [Sighting(*values) for values in zip(engine, score.current, other, strict=True)]
             if not all(sighting.is_finite for sighting in seen):
                 raise RefitError(
                     f"worker {worker.index}: a log-prob of the probe is not finite in the engine or the trainer"
                 )
+            sightings.append(seen)
         return sightings
 
 
@@ -507,11 +518,6 @@ def check_label(worker: Worker, label: str) -> None:
     found = worker.control.call("get_weight_version").get("version")
     if found != label:
         raise RefitError(f"worker {worker.index} reports version {found!r}, expected {label!r}")
-
-
-def cached_tokens(completions: Sequence[Completion]) -> int:
-    """How many prompt tokens the engine found in its prefix cache."""
-    return sum(completion.cached_tokens for completion in completions)
 
 
 def one_line(error: BaseException) -> str:

@@ -65,6 +65,7 @@ class RolloutClient:
         self.pool = pool
         self._sender = Sender(pool, f"{url}/v1/completions", timeout_s, journal)
         self._model = model
+        self._gate = gate
         self._admission = Admission(gate, max_inflight)
         self.limits = limits
         self._journal = journal
@@ -115,9 +116,10 @@ class RolloutClient:
         return outcomes
 
     async def _rollout(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        async with self._admission:
+        async with self._admission as version:
             named = sampling.instances and sampling.instances[next(self._turns) % len(sampling.instances)]
-            return await self._complete(prompt, sampling, named or None, "rollout")
+            completion = await self._complete(prompt, sampling, named or None, "rollout")
+            return replace(completion, policy_version=version, last_version=self._gate.version)
 
     async def _complete(
         self, prompt: Sequence[int], sampling: Sampling, instance_id: int | None, purpose: str
@@ -130,7 +132,10 @@ class RolloutClient:
         if sampling.max_tokens > left:
             sampling = replace(sampling, max_tokens=left)
         body = msgspec.json.encode(request_body(self._model, prompt, sampling, instance_id))
-        bound = answer_bound(len(prompt), sampling.max_tokens, self.limits.vocab_size, self.limits.token_bytes)
+        limits = self.limits
+        bound = answer_bound(
+            len(prompt), sampling.max_tokens, limits.vocab_size, limits.token_bytes, sampling.prompt_logprobs
+        )
 
         def read(answer: bytes, sent: Sent) -> Completion:
             return read_completion(answer, sent.request_id, prompt, sampling, sent.at, sent.number)
