@@ -41,7 +41,7 @@ step() {
 
 # What the run imports in its processes, so that a package which is missing is named at once.
 imports() {
-  PYTHONPATH=$NEMO_RL_DIR timeout --kill-after=5 120 "$NEMO_RL_VENV/bin/python" - >"$scratch/imports.log" 2>&1 <<'END' ||
+  PYTHONPATH=$NEMO_RL_DIR timeout --kill-after=5 240 "$NEMO_RL_VENV/bin/python" - >"$scratch/imports.log" 2>&1 <<'END' ||
 import importlib, traceback
 
 failed = []

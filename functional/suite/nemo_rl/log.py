@@ -53,11 +53,11 @@ class NemoRlLog:
         self.first_refits += FIRST_REFIT in text
         self.invalidations += INVALIDATED in text
         if any(words in text for words in NOT_INVALIDATED):
-            self.not_invalidated.append(text.strip()[:LONGEST])
+            self.not_invalidated.append(shortened(text))
         if found := CAUGHT.search(text):
-            self.caught.append(found["text"].strip()[:LONGEST])
+            self.caught.append(shortened(found["text"]))
         if found := RAISED.match(text.strip()):
-            self.raised.append(f"{found['kind'].rpartition('.')[2]}: {found['text']}".strip(" :")[:LONGEST])
+            self.raised.append(shortened(f"{found['kind'].rpartition('.')[2]}: {found['text']}".strip(" :")))
         for name, mark in MILESTONES:
             if mark in text and name not in self.milestones:
                 self.milestones[name] = seconds
@@ -76,6 +76,12 @@ class NemoRlLog:
         if own or self.raised:
             return (own or self.raised)[-1]
         return self.caught[-1] if self.caught else None
+
+
+def shortened(text: str) -> str:
+    """One line; of a long one the beginning and the end, where a quoted traceback has its cause."""
+    plain = " ".join(text.split())
+    return plain if len(plain) <= LONGEST else f"{plain[: LONGEST // 2]} … {plain[-LONGEST // 2 :]}"
 
 
 WRAPPERS = ("ActorDiedError", "ActorUnavailableError", "RayTaskError", "RayActorError", "WorkerCrashedError")
