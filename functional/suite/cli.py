@@ -58,8 +58,7 @@ def run(
 
     With --driver nemo-rl the recipe is one of NeMo RL's, and its unmodified run_grpo.py runs it (docs/nemo-rl.md).
 
-    Examples: functional run recipes/grpo_cpu.yaml grpo.max_num_steps=3 --out /tmp/run;
-    functional run --driver nemo-rl examples/configs/grpo_math_1B_dynamo.yaml grpo.max_num_steps=2 --out /tmp/nemo
+    Example: functional run recipes/grpo_cpu.yaml grpo.max_num_steps=3 --out /tmp/run
     """
     if driver is Driver.SUITE:
         raise typer.Exit(run_module("functional.suite.driver", recipe, out, *(overrides or [])))
