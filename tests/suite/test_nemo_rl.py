@@ -238,6 +238,16 @@ def test_metrics_are_judged():
     assert failures(check_versions, {"trainer": {}, "dynamo": {}}) == ["versions.one_nccl"]
 
 
+def test_tokens_that_the_trainer_would_cut_are_told():
+    log = heard(
+        "(DTensorPolicyWorker[rank=0] pid=7) [WARNING]: 8/512 valid tokens have -inf in prev_logprobs (mismatch).",
+        "(DTensorPolicyWorker[rank=0] pid=7) [WARNING]: 4/128 valid tokens have -inf in curr_logprobs (mismatch).",
+    )
+    checks = Checklist()
+    check_token_error(checks, events([1.98]), 1.05, log.filtered)
+    assert "it counts 8 token(s) outside the trainer's top-k/top-p" in checks.checks[0].detail
+
+
 def test_steps_of_the_report_have_its_metrics():
     found = steps_of(Events({"train/reward": [(1, 0.5)], "train/truncation_rate": [(1, 0.25)], "x": [(1, 1.0)]}, []), 4)
     assert [step.model_dump() for step in found] == [

@@ -85,17 +85,30 @@ def check_refits(checks: Checklist, log: NemoRlLog, steps: int, recomputes: bool
     )
 
 
-def check_token_error(checks: Checklist, events: Events, bound: float) -> None:
-    """Engine and trainer give the same tokens about the same probability, at every step."""
+def check_token_error(checks: Checklist, events: Events, bound: float, filtered: int = 0) -> None:
+    """Engine and trainer give the same tokens about the same probability, at every step.
+
+    filtered: tokens that the trainer's top-k or top-p would cut. NeMo RL takes 0 for their log-prob, and counts them.
+    """
     found = events.scalars.get(TOKEN_ERROR, [])
     values = [value for _, value in found]
     worst = max(values, key=lambda value: math.inf if math.isnan(value) else value, default=math.nan)
     checks.add(
         "tokens.token_mult_prob_error",
         bool(values) and worst < bound and len(values) == len(events.steps),
-        f"at most {worst:.4f} in {len(values)} step(s) (below {bound:g})" if values else f"no {TOKEN_ERROR} was logged",
+        (
+            f"at most {worst:.4f} in {len(values)} step(s) (below {bound:g})"
+            if values
+            else f"no {TOKEN_ERROR} was logged"
+        )
+        + (
+            f"; it counts {filtered} token(s) outside the trainer's top-k/top-p with a log-prob of 0"
+            if filtered
+            else ""
+        ),
         value=worst,
         bound=bound,
+        filtered=filtered,
     )
 
 

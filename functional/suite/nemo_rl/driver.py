@@ -307,7 +307,7 @@ def check_logged(
     report.steps = steps_of(events, grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"])
     check_steps(checks, events, int(grpo["max_num_steps"]))
     check_refits(checks, log, len(events.steps), grpo["async_grpo"]["recompute_kv_cache_after_weight_updates"])
-    check_token_error(checks, events, options.token_error)
+    check_token_error(checks, events, options.token_error, log.filtered)
     check_generation_metrics(checks, events)
     check_versions(checks, report.versions)
     assert report.nemo_rl is not None

@@ -29,18 +29,20 @@ MILESTONES = (
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 ACTOR = re.compile(r"^\((?P<name>[^()]*?)(?:\[[^\]]*\])? pid=\d+[^)]*\) ?")
 RAISED = re.compile(r"^(?P<kind>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout)): ?(?P<text>.*)")
+FILTERED = re.compile(r"(?P<tokens>\d+)/\d+ valid tokens have -inf in prev_logprobs")
 CAUGHT = re.compile(r"❌ (?P<text>.*)")
 LONGEST = 400
 
 
 @dataclass
 class NemoRlLog:
-    """Counts over the lines fed to it so far."""
+    """Counts over the lines fed to it so far. filtered: sampled tokens that the trainer's top-k or top-p would cut."""
 
     refits: int = 0
     first_refits: int = 0
     invalidations: int = 0
     not_invalidated: list[str] = field(default_factory=list)
+    filtered: int = 0
     milestones: dict[str, float] = field(default_factory=dict)
     caught: list[str] = field(default_factory=list)
     raised: list[str] = field(default_factory=list)
@@ -54,6 +56,8 @@ class NemoRlLog:
         self.invalidations += INVALIDATED in text
         if any(words in text for words in NOT_INVALIDATED):
             self.not_invalidated.append(shortened(text))
+        if found := FILTERED.search(text):
+            self.filtered += int(found["tokens"])
         if found := CAUGHT.search(text):
             self.caught.append(shortened(found["text"]))
         if found := RAISED.match(text.strip()):
