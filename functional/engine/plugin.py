@@ -17,7 +17,15 @@ def register() -> None:
     import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from functional.engine import cpu_proof, cpu_resident, pause_patch, reload_patch, rendezvous_patch, reply_patch
+    from functional.engine import (
+        cpu_proof,
+        cpu_resident,
+        pause_patch,
+        reload_patch,
+        rendezvous_patch,
+        reply_patch,
+        shared_device_patch,
+    )
 
     for backend, engine in _ENGINES.items():
         if backend not in WeightTransferEngineFactory._registry:
@@ -29,6 +37,8 @@ def register() -> None:
         pause_patch.apply()
     if reply_patch.applies_to(vllm.__version__):
         reply_patch.apply()
+    if shared_device_patch.is_wanted() and reload_patch.applies_to(vllm.__version__):
+        shared_device_patch.apply()
     if cpu_resident.is_wanted():
         cpu_resident.apply()
     cpu_proof.install()

@@ -45,7 +45,7 @@ from functional.suite.batch import RolloutBatch, score
 from functional.suite.chat_service import chat_server, load_template
 from functional.suite.checklist import Checklist
 from functional.suite.checkpoint import Checkpoints, TrainingInfo
-from functional.suite.cluster import cluster_address, joined_ray
+from functional.suite.cluster import cluster_address, joined_ray, shared_gpus
 from functional.suite.data import measure_data
 from functional.suite.flaky import flaky_proxy
 from functional.suite.hardware import UsageSampler
@@ -120,6 +120,7 @@ class Session:
         self._earlier_engines = 0
         self._joined: Any = None
         self._named: dict[str, list[int]] = {}
+        self._trainer_pids: dict[str, list[int]] = {}
         self._stack = ExitStack()
         self._events = self._stack.enter_context(JsonLines(out / "events.jsonl"))
         self._agreement = self._stack.enter_context(JsonLines(out / "agreement.jsonl"))
@@ -160,21 +161,20 @@ class Session:
         self._phase("ray", lambda: self._stack.enter_context(joined_ray(self.run_dir, recipe)))
         signal.signal(signal.SIGTERM, interrupt)  # after Ray has set its own
 
-        import ray
-
         from functional.runtime.fleet.placement import place
         from functional.suite.joined import JoinedRun
-        from functional.suite.trainer import RemoteWeights, Trainer
+        from functional.suite.trainer import RemoteWeights, TrainerRanks
 
         placement = self._phase("placement", lambda: place(recipe))
         traces: dict[str, Traces] = {}
         self._stack.callback(lambda: self._look_for_remains(traces))
         self._stack.callback(placement.close)
-        trainer = Trainer.options(**placement.trainer).remote(recipe, model_dir, resumed)  # type: ignore[attr-defined]
-        self._stack.callback(ray.kill, trainer)
+        gpus = shared_gpus(recipe)
+        ranks = TrainerRanks(recipe, model_dir, resumed, placement.trainer, gpus)
+        self._stack.callback(ranks.close)
         namespace = new_namespace()
         if cluster_address() is not None:
-            self._joined = JoinedRun(placement, trainer, namespace)
+            self._joined = JoinedRun(placement, [ranks.first, *ranks.others], namespace)
         settings = FleetSettings(
             namespace=namespace,
             recipe=recipe,
@@ -184,10 +184,12 @@ class Session:
             programs=programs,
             address=placement.address,
             earlier_engines=self._earlier_engines,
+            gpus=gpus,
         )
         patience = generation.dynamo_cfg.startup_timeout_s
         self._phase("engine's parser", lambda: parser.result(patience, recipe.scrub))
         fleet = Fleet(settings, placement.nodes, self.say)
+        fleet.watch(ranks.check)
         self._stack.callback(lambda: traces.update(fleet.traces))
         self._stack.callback(fleet.shutdown)
         self._stack.callback(lambda: self.ports.extend(fleet.listening_ports()))
@@ -198,15 +200,17 @@ class Session:
             workers={worker.index: worker.instance_id for worker in fleet.workers},
             seeds={},
             device=recipe.cluster.device,
+            trainer_ranks=recipe.trainer_ranks,
             share_gpu=recipe.cluster.share_gpu,
-            note="TEST TOPOLOGY: trainer and worker share one GPU" if recipe.cluster.share_gpu else "",
+            note=f"TEST TOPOLOGY: trainer and workers share {gpus} GPU(s)" if recipe.cluster.share_gpu else "",
             nodes=[NodePlace.model_validate(node) for node in placement.nodes],
         )
         self.report.topology.seeds = fleet.seeds  # grows with every worker that is replaced
-        self.report.parameters = self._phase("trainer", lambda: watched(fleet, trainer.ready.remote()))
+        self.report.parameters = self._phase("trainer", lambda: watched(fleet, ranks.first.ready.remote()))
+        self._trainer_pids = ranks.pids()
         self._name_processes(fleet.pids())
-        weights = RemoteWeights(trainer, generation.dynamo_cfg.control_timeout_s)
-        self._train(self._prepare(fleet, trainer, weights, model_dir, placement))
+        weights = RemoteWeights(ranks.first, generation.dynamo_cfg.control_timeout_s, ranks.check)
+        self._train(self._prepare(fleet, ranks.first, weights, model_dir, placement))
 
     def _look_for_remains(self, traces: dict[str, Traces]) -> None:
         """On a cluster that outlives the run; where it does not, the driver looks once Ray is gone."""
@@ -215,7 +219,7 @@ class Session:
 
     def _name_processes(self, fleet: dict[str, list[int]]) -> None:
         """Write processes.json: process ids by name, for whoever watches the run from outside."""
-        self._named = {"driver": [os.getpid()], **fleet}
+        self._named = {"driver": [os.getpid()], **self._trainer_pids, **fleet}
         write_atomically(self.out / "processes.json", json.dumps(self._named, indent=2) + "\n")
 
     def _phase(self, name: str, action: Any) -> Any:
@@ -610,6 +614,7 @@ def watched(fleet: Fleet, reference: Any) -> Any:
     try:
         return ray.get(reference)
     except RayError as error:
+        fleet.check_control_plane()  # another process that is gone is the first cause
         cause = getattr(error, "cause", None) or error
         raise RunError(f"trainer: {type(cause).__name__}: {ends_of(str(cause))}") from error
 

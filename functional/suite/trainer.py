@@ -1,79 +1,102 @@
-"""The trainer as a Ray actor on its own device, and the adapter through which a refit drives it."""
+"""The trainer as a Ray actor on its own device, and the adapter through which a refit drives it.
 
-import copy
+A trainer of several ranks is one actor for each. The session and the refit know the first; it asks the others for their
+part of whatever all do together.
+"""
+
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from functional.engine.group import Rendezvous, join_store
 from functional.engine.plan_wire import Verdict
 from functional.engine.proof import EngineProof
-from functional.engine.wire import Manifest, Slot
-from functional.runtime.errors import RefitError
-from functional.runtime.recipe.environment import SHARED_GPU
+from functional.engine.wire import Manifest
+from functional.runtime.errors import ProcessDiedError, RefitError
+from functional.runtime.recipe.environment import LOOPBACK
 from functional.runtime.recipe.model import Recipe
 from functional.runtime.refit.expected import NamedTensors
 from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import ProbeScore
 from functional.runtime.rollout.completion import Completion
-from functional.suite.checkpoint import TrainingInfo, read_tensors, write_checkpoint
-from functional.suite.host_copy import HostCopy
-from functional.suite.policy import WHOLE, Policy, Sample, collate
-from functional.suite.sampling_filter import SamplingFilter
+from functional.suite.checkpoint import TrainingInfo
+from functional.suite.policy import Sample
 from functional.suite.send_faults import FaultyWeights, SendFault
+from functional.suite.shards import Place
+from functional.suite.trainer_rank import TrainerRank
 
-NUDGE = 0.15
-"""Noise of `Trainer.nudge`, in standard deviations of the tensor it is added to."""
 GRACE_S = 30.0
 """How much longer than the actor's own deadlines a call to it may take."""
+LAST_WORDS_S = 2.0
+"""For another rank's failure to be told, once an exchange with it has failed here."""
+WATCH_INTERVAL_S = 0.5
+
+
+@ray.remote(num_cpus=0, num_gpus=1, max_restarts=0, concurrency_groups={"life": 2})
+class OtherRank:
+    """A rank of the trainer but the first. Its calls run one after the other, in the order that they were made in."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path, resumed: Path | None, place: Place) -> None:
+        self._arguments = recipe, model_dir, resumed, place
+        self._own: TrainerRank | None = None
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """This rank's part of what all do. The first call is `form`, with the port where the ranks meet."""
+        if method == "form":
+            (port,) = arguments
+            self._own = TrainerRank(*self._arguments, join_store(LOOPBACK, port, self._arguments[-1].timeout_s))
+        else:
+            getattr(self._own, method)(*arguments)
+
+    @ray.method(concurrency_group="life")
+    def pid(self) -> int:
+        return os.getpid()
+
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        """Does not return: who waits for it hears of the end of this process."""
+        threading.Event().wait()
 
 
 @ray.remote(num_cpus=0, num_gpus=1, max_restarts=0, max_concurrency=4)
 class Trainer:
     """Holds the policy. Several calls may run at once, so that `abort` reaches a blocked `send`."""
 
-    def __init__(self, recipe: Recipe, model_dir: Path, resumed: Path | None = None) -> None:
-        """resumed: the checkpoint that the run goes on from."""
-        policy, generation = recipe.policy, recipe.policy.generation
-        if recipe.cluster.share_gpu:
-            os.environ.update(SHARED_GPU)
-        self._loss = recipe.loss_fn
-        self._policy = Policy(
-            model_dir,
-            recipe.cluster.device,
-            optimizer=policy.optimizer,
-            scheduler=policy.scheduler,
-            max_grad_norm=policy.max_grad_norm,
-            temperature=generation.temperature,
-            kept=WHOLE if recipe.faults.score_unfiltered else SamplingFilter(generation.top_k, generation.top_p),
-            micro_batch_size=policy.micro_batch_size,
-            keep_reference=recipe.loss_fn.reference_policy_kl_penalty > 0,
-            seed=recipe.grpo.seed,
-        )
-        self._version = 0
-        if resumed is not None:
-            info = TrainingInfo.of(resumed)
-            self._policy.resume(*read_tensors(resumed), info.optimizer_steps)
-            self._version = info.step
-        self._saves_optimizer = recipe.checkpointing.save_optimizer
-        self._copy = HostCopy(self._policy.weights)
-        self._kept: int | None = None
-        self._foreseen = Foreseen(self._policy)
-        self._origin: HostCopy | None = None
+    def __init__(
+        self,
+        recipe: Recipe,
+        model_dir: Path,
+        resumed: Path | None = None,
+        place: Place | None = None,
+        others: Sequence[Any] = (),
+    ) -> None:
+        """resumed: the checkpoint that the run goes on from. others: the `OtherRank`s, from rank 1 on."""
+        timeout_s = recipe.policy.generation.dynamo_cfg.control_timeout_s
+        self._others = Others(others, timeout_s)
+        if others:
+            meeting = Rendezvous(LOOPBACK, 0, timeout_s)
+            with self._others.beside("form", meeting.port):
+                self._own = TrainerRank(recipe, model_dir, resumed, place or Place(), meeting.store)
+        else:
+            self._own = TrainerRank(recipe, model_dir, resumed, place or Place())
+        self._passes: list[Iterator[Any]] = []
         self._weights = FaultyWeights(
-            self._layout,
+            self._own.layout,
             self._tensors,
             self._score,
-            self._policy.config,
+            self._own.policy.config,
             transport=recipe.transport.name,
-            device=self._policy.device,
-            timeout_s=generation.dynamo_cfg.control_timeout_s,
+            device=self._own.policy.device,
+            timeout_s=timeout_s,
             proof=recipe.proof,
+            resident=not others,
         )
         if recipe.faults.pause_send_version is not None:
             self._weights.fault = SendFault(
@@ -82,86 +105,44 @@ class Trainer:
 
     def ready(self) -> int:
         """Number of parameters; answers once the model is loaded."""
-        return sum(tensor.numel() for _, tensor in self._policy.named_tensors())
+        return self._own.parameters
 
     def foresee(self, prompts: Sequence[Sequence[int]]) -> None:
         """Score every token that may follow these prompts, now and whenever the weights change: a probe that asks for
         them is answered from that."""
-        self._foreseen.prompts = {tuple(prompt): row for row, prompt in enumerate(prompts)}
-        self._foreseen.look(self._version)
+        self._together("foresee", prompts)
 
     def keep(self) -> None:
-        """Begin to copy the weights to the host: what a failed update goes back to. Returns before they are there.
-
-        The version before, of which the copy was, can then be sent no more.
-        """
-        if self._kept == self._version:
-            return
-        self._kept = self._version
-        self._copy.begin()
+        """As `TrainerRank.keep`."""
+        self._together("keep")
 
     def train(self, samples: list[Sample], version: int) -> dict[str, float]:
-        """One optimizer step, which makes `version`; the weights before it are kept on the host."""
-        figures = self._await_copy()
-        metrics = self._policy.train_step(collate(samples), self._loss)
-        self._become(version)
-        return metrics | figures
+        """As `TrainerRank.train`."""
+        metrics: dict[str, float] = self._together("train", samples, version)
+        return metrics
 
     def save(self, folder: Path, info: TrainingInfo) -> int:
-        """Write a checkpoint of what the policy has now; returns its bytes. Raises RefitError when that is another
-        version than `info.step`."""
-        if self._version != info.step:
-            raise RefitError(f"the trainer has policy version {self._version}, not {info.step}")
-        weights, state = self._policy.checkpoint()
-        whole = info.model_copy(update={"optimizer_steps": self._policy.steps})
-        return write_checkpoint(folder, whole, weights, state if self._saves_optimizer else {})
+        """As `TrainerRank.save`."""
+        size: int = self._together("save", folder, info)
+        return size
 
     def agreement(self, most: int) -> dict[str, list[float]]:
-        """Log-probs of the last step's tokens before it, `trainer` and `engine`: at most so many, evenly spaced."""
-        trainer, engine = self._policy.last_scored
-        step = max(1, -(-len(trainer) // most))
-        return {"trainer": trainer[::step].tolist(), "engine": engine[::step].tolist()}
+        """As `TrainerRank.agreement`."""
+        return self._own.agreement(most)
 
     def go_back(self, version: int) -> None:
-        """Undo the last step. Raises RefitError unless the copy on the host is of `version`."""
-        if self._kept != version:
-            raise RefitError(f"no snapshot of policy version {version}")
-        self._policy.steps -= 1
-        self._policy.restore(self._copy.tensors)
-        self._become(version)
+        """As `TrainerRank.go_back`."""
+        self._together("go_back", version)
 
     def nudge(self, version: int) -> dict[str, float]:
-        """Make `version` without samples, of the first weights and noise: for fault tests, which need a difference.
-
-        Returns the seconds that the snapshot was waited for, and that scoring what a probe may sample took.
-        """
-        figures = self._await_copy()
-        if self._origin is None:
-            self._origin = HostCopy(self._policy.weights)
-            self._origin.begin()
-            self._origin.wait()
-        device = self._policy.device
-        generator = torch.Generator(device).manual_seed(version)
-        moved = {}
-        for name, tensor in self._origin.tensors.items():
-            own = tensor.to(device).float()
-            noise = torch.randn(own.shape, generator=generator, device=device)
-            spread = own.std() if own.std() > 0 else own.abs().mean()  # norms begin as ones
-            moved[name] = (own + NUDGE * spread * noise).to(tensor.dtype)
-        self._policy.restore(moved)
-        return {"snapshot_s": figures["snapshot_s"], "foresee_s": self._become(version)}
+        """As `TrainerRank.nudge`."""
+        figures: dict[str, float] = self._together("nudge", version)
+        return figures
 
     def score_nudged(self, completions: Sequence[Completion], size: float, seed: int) -> list[float]:
-        """Log-probs of the completions' tokens under weights moved by noise of `size` standard deviations of each
-        tensor; the policy keeps its own."""
-        moved = copy.copy(self._policy)
-        moved.model = copy.deepcopy(self._policy.model)
-        generator = torch.Generator(self._policy.device).manual_seed(seed)
-        with torch.no_grad():
-            for parameter in moved.model.parameters():
-                noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
-                parameter += (size * parameter.float().std() * noise).to(parameter.dtype)
-        return self._logprobs(moved, as_samples(completions))
+        """As `TrainerRank.score_nudged`."""
+        scores: list[float] = self._together("score_nudged", completions, size, seed)
+        return scores
 
     def set_fault(self, fault: SendFault | None) -> None:
         """What goes wrong in the sends to come."""
@@ -170,107 +151,117 @@ class Trainer:
     def pid(self) -> int:
         return os.getpid()
 
+    def passes(self) -> int:
+        """How often a trainer of several ranks has gathered its weights."""
+        return self._own.passes
+
     def weights(self, method: str, *arguments: Any) -> Any:
         """Call a method of the weight source."""
-        return getattr(self._weights, method)(*arguments)
+        try:
+            return getattr(self._weights, method)(*arguments)
+        finally:
+            if method != "abort":
+                self._end_passes()
 
-    def _await_copy(self) -> dict[str, float]:
-        """The seconds it was waited for, and its size in bytes."""
-        began = time.monotonic()
-        self.keep()
-        self._copy.wait()
-        return {"snapshot_s": time.monotonic() - began, "snapshot_bytes": float(self._copy.nbytes)}
-
-    def _become(self, version: int) -> float:
-        """The policy has `version` now; returns the seconds that looking ahead took."""
-        self._version = version
-        began = time.monotonic()
-        self._foreseen.look(version)
-        return time.monotonic() - began
-
-    def _layout(self, version: int) -> list[Slot]:
-        return [Slot(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._checkpoint(version).items()]
+    def _together(self, method: str, *arguments: Any) -> Any:
+        """What every rank does; the first one's answer."""
+        with self._others.beside(method, *arguments):
+            return getattr(self._own, method)(*arguments)
 
     def _tensors(self, version: int) -> NamedTensors:
-        return ((name, tensor.detach().contiguous()) for name, tensor in self._checkpoint(version).items())
+        if not self._others:
+            return self._own.tensors(version)
+        self._passes.append(one := self._gathering(version))
+        return one
 
-    def _checkpoint(self, version: int) -> Mapping[str, torch.Tensor]:
-        return self._policy.form.of(self._held(version))
+    def _gathering(self, version: int) -> Iterator[tuple[str, Any]]:
+        with self._others.beside("follow", version):
+            yield from self._own.tensors(version)
 
-    def _held(self, version: int) -> Mapping[str, torch.Tensor]:
-        """The model's parameters. Raises RefitError for a version that is neither the policy's nor the snapshot's."""
-        if version == self._version:
-            return self._policy.weights
-        if version == self._kept:
-            return self._copy.tensors
-        raise RefitError(f"the trainer holds no weights of policy version {version}")
+    def _end_passes(self) -> None:
+        """A send that failed leaves its pass through the weights half done, and the other ranks in the midst of it."""
+        passes, self._passes = self._passes, []
+        for one in passes:
+            one.close()  # type: ignore[attr-defined]
 
     def _score(self, version: int, completions: Sequence[Completion]) -> ProbeScore:
-        current = self._scores(self._version, completions)
-        if self._kept is None or self._kept == self._version:
+        own = self._own
+        current = self._scores(own.version, completions)
+        if own.kept is None or own.kept == own.version:
             return ProbeScore(current, None)
-        previous = self._scores(self._kept, completions)
-        return ProbeScore(current, previous) if version == self._version else ProbeScore(previous, current)
+        previous = self._scores(own.kept, completions)
+        return ProbeScore(current, previous) if version == own.version else ProbeScore(previous, current)
 
     def _scores(self, version: int, completions: Sequence[Completion]) -> list[float]:
-        """Under a version that is held. Of what was not foreseen, under the version before, its weights take the
-        place of the model's own meanwhile."""
-        foreseen = self._foreseen.scores(version, completions)
+        foreseen = self._own.foreseen.scores(version, completions)
         if foreseen is not None:
             return foreseen
-        samples = as_samples(completions)
-        if version == self._version:
-            return self._logprobs(self._policy, samples)
-        with self._policy.holding(self._held(version)):
-            return self._logprobs(self._policy, samples)
-
-    def _logprobs(self, policy: Policy, samples: list[Sample]) -> list[float]:
-        """Of every token of a probe's completions, sample after sample: probes sample the whole distribution."""
-        batch = collate(samples)
-        scored: list[float] = policy.logprobs(batch, WHOLE)[batch.mask].tolist()
-        return scored
+        scores: list[float] = self._together("score", version, completions)
+        return scores
 
 
-def as_samples(completions: Sequence[Completion]) -> list[Sample]:
-    return [Sample(c.prompt_token_ids, c.token_ids, c.logprobs) for c in completions]
+class Others:
+    """The trainer's ranks but the first, as the first knows them."""
 
+    def __init__(self, actors: Sequence[Any], timeout_s: float) -> None:
+        """timeout_s: of their part of anything, once the first has done its own."""
+        self._actors = actors
+        self._timeout_s = timeout_s
+        self._turn = threading.Lock()
 
-class Foreseen:
-    """Log-probs of every token after each of some prompts, of the two versions last looked at."""
+    def __bool__(self) -> bool:
+        return bool(self._actors)
 
-    def __init__(self, policy: Policy) -> None:
-        self.prompts: dict[tuple[int, ...], int] = {}
-        """Prompt → its row."""
-        self._policy = policy
-        self._tables: dict[int, torch.Tensor] = {}
+    @contextmanager
+    def beside(self, method: str, *arguments: Any) -> Iterator[None]:
+        """The same on each of them meanwhile, one thing at a time. Raises RefitError with the rank that failed, or that
+        is gone, where it is the cause."""
+        if not self._actors:
+            yield
+            return
+        if not self._turn.acquire(timeout=self._timeout_s + GRACE_S):
+            raise RefitError(f"trainer: its ranks are still at something else after {self._timeout_s + GRACE_S:g} s")
+        try:
+            asked = [actor.call.remote(method, *arguments) for actor in self._actors]
+            try:
+                yield
+            except Exception as error:
+                if problem := self._problem(asked, LAST_WORDS_S, is_cause=False):
+                    raise RefitError(problem) from error
+                raise
+            if problem := self._problem(asked, self._timeout_s):
+                raise RefitError(problem)
+        finally:
+            self._turn.release()
 
-    def look(self, version: int) -> None:
-        """At what the policy has now, which is `version`."""
-        self._tables.pop(version, None)
-        if self.prompts:
-            self._tables = dict([*self._tables.items()][-1:])
-            self._tables[version] = self._policy.next_logprobs(list(self.prompts))
-            if self._policy.device.type == "cuda":
-                torch.cuda.synchronize(self._policy.device)
-
-    def scores(self, version: int, completions: Sequence[Completion]) -> list[float] | None:
-        """Of the completions' tokens, one each; None where this version or one of the prompts was not looked at."""
-        rows = [self.prompts.get(completion.prompt_token_ids) for completion in completions]
-        table = self._tables.get(version)
-        if table is None or None in rows or any(len(completion.token_ids) != 1 for completion in completions):
-            return None
-        tokens = [completion.token_ids[0] for completion in completions]
-        found: list[float] = table[rows, tokens].tolist()
-        return found
+    def _problem(self, asked: Sequence[Any], timeout_s: float, is_cause: bool = True) -> str | None:
+        """What became of the first rank that did not do its part. is_cause: where the first rank itself has not failed;
+        else only a process that is gone tells more than that failure."""
+        deadline = time.monotonic() + timeout_s
+        for rank, reference in enumerate(asked, start=1):
+            try:
+                ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+            except GetTimeoutError:
+                if is_cause:
+                    return f"trainer rank {rank} has not answered within {timeout_s:g} s"
+            except RayActorError as error:
+                return f"trainer rank {rank} of {1 + len(asked)}: its process is gone ({type(error).__name__})"
+            except RayTaskError as error:
+                cause = error.cause or error
+                if is_cause:
+                    return f"trainer rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+        return None
 
 
 class RemoteWeights:
     """A `WeightSource` whose every call runs in the trainer actor; its failures become RefitError, its end
     SourceLostError."""
 
-    def __init__(self, trainer: Any, timeout_s: float) -> None:
+    def __init__(self, trainer: Any, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+        """check: raises RunError when another rank of the trainer is gone, while this one may still wait for it."""
         self._trainer = trainer
         self._timeout_s = timeout_s
+        self._check = check
 
     def metadata(self, version: int) -> Manifest:
         manifest: Manifest = self._ask("metadata", version)
@@ -315,12 +306,58 @@ class RemoteWeights:
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """The actor's own deadline comes first."""
+        asked, deadline = self._trainer.weights.remote(method, *arguments), time.monotonic() + self._timeout_s + GRACE_S
         try:
-            return ray.get(self._trainer.weights.remote(method, *arguments), timeout=self._timeout_s + GRACE_S)
+            while not ray.wait([asked], timeout=WATCH_INTERVAL_S)[0] and time.monotonic() < deadline:
+                self._check()
+            return ray.get(asked, timeout=0)
+        except ProcessDiedError as error:
+            raise SourceLostError(str(error)) from error
         except RayTaskError as error:
+            self._tell_if_gone(error)
             cause = error.cause or error
             raise RefitError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}") from error
         except RayActorError as error:
             raise SourceLostError(f"trainer: its process is gone ({type(error).__name__})") from error
         except RayError as error:
             raise RefitError(f"trainer: {method}: {' '.join(str(error).split())[:300]}") from error
+
+    def _tell_if_gone(self, error: RayError) -> None:
+        """Another rank that is gone is the cause of what failed here."""
+        try:
+            self._check()
+        except ProcessDiedError as gone:
+            raise SourceLostError(str(gone)) from error
+
+
+class TrainerRanks:
+    """Every rank of a run's trainer, as the driver has them."""
+
+    def __init__(
+        self, recipe: Recipe, model_dir: Path, resumed: Path | None, options: Mapping[str, Any], gpus: int
+    ) -> None:
+        """Starts them. options: of Ray, for each actor; gpus: as in `Place`."""
+        timeout_s = recipe.policy.generation.dynamo_cfg.control_timeout_s
+        places = [Place(rank, recipe.trainer_ranks, timeout_s, gpus) for rank in range(recipe.trainer_ranks)]
+        other: Any = OtherRank
+        first: Any = Trainer
+        self.others = [other.options(**options).remote(recipe, model_dir, resumed, place) for place in places[1:]]
+        self.first = first.options(**options).remote(recipe, model_dir, resumed, places[0], self.others)
+        self._lives = [actor.live.remote() for actor in self.others]
+
+    def check(self) -> None:
+        """Raises ProcessDiedError for a rank but the first that is gone: of the first, its calls tell."""
+        if not self._lives:
+            return
+        for gone in ray.wait(self._lives, num_returns=len(self._lives), timeout=0)[0]:
+            rank = 1 + self._lives.index(gone)
+            raise ProcessDiedError(f"trainer rank {rank} of {1 + len(self._lives)}: its process is gone")
+
+    def pids(self) -> dict[str, list[int]]:
+        """Process ids by name, once all ranks are up."""
+        asked = ray.get([actor.pid.remote() for actor in (self.first, *self.others)], timeout=GRACE_S)
+        return {f"trainer-{rank}": [pid] for rank, pid in enumerate(asked)}
+
+    def close(self) -> None:
+        for actor in (self.first, *self.others):
+            ray.kill(actor)

@@ -27,6 +27,7 @@ from functional.runtime.recipe.environment import (
     node_variables,
     worker_defaults,
 )
+from functional.runtime.recipe.placement import device_of
 
 SMALL_FILE = 1 << 20
 """Files of a model up to this size are compared by content, larger ones by size."""
@@ -149,13 +150,13 @@ class NodeOwner:
         return address
 
     def _devices(self, settings: FleetSettings, engines: int) -> list[tuple[str, ...]]:
-        """GPUs by worker: of this owner's own, or the machine's first where the trainer shares the first of them; none
-        on CPU."""
+        """GPUs by worker: this owner's own, or the machine's in turn where the trainer shares them; none on CPU."""
         recipe, size = settings.recipe, settings.recipe.devices_per_engine
         if recipe.cluster.device == "cpu":
             return [()] * engines
         own = ray.get_gpu_ids() if self._given is None else self._given
-        ids = list(map(str, range(engines * size) if recipe.cluster.share_gpu else own))
+        shared = [device_of(number, settings.gpus) for number in range(engines * size)] if settings.gpus else None
+        ids = list(map(str, own if shared is None else shared))
         return [tuple(ids[number * size : (number + 1) * size]) for number in range(engines)]
 
 

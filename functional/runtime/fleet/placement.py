@@ -25,7 +25,7 @@ CALLS_PER_WORKER = 4
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run's parts are. address: of the driver's node; trainer: options of the trainer's actor."""
+    """Where a run's parts are. address: of the driver's node; trainer: options of the actor of each of its ranks."""
 
     nodes: tuple[Node, ...]
     address: str
@@ -117,7 +117,7 @@ def place_in_bundles(recipe: Recipe, group: Any, bundles: Sequence[int]) -> tupl
             raise ConfigError(f"{where}: its {len(there)} bundle(s) make no whole engines of {size} devices")
         engines = tuple(range(slot, slot + len(there) // size))
         slot += len(engines)
-        plans.append(NodePlan(False, engines, len(there), size, 0))
+        plans.append(NodePlan(0, engines, len(there), size, 0))
         owner: Any = NodeOwner
         calls = CALLS_PER_WORKER * (len(engines) + 1)
         options = {"num_gpus": 0, "max_concurrency": calls, "scheduling_strategy": _on(node["NodeID"])}
@@ -138,7 +138,7 @@ def _node(plan: NodePlan, node: dict[str, Any], owner: Any, told: NodeFacts, own
         address=told.address,
         ray_id=node["NodeID"],
         engines=plan.engines,
-        has_trainer=plan.has_trainer,
+        has_trainer=plan.trainers > 0,
         is_drivers=node["NodeID"] == own,
         owner=owner,
     )
@@ -178,8 +178,7 @@ def _bundles(
         return len(bundles) - 1
 
     for plan, node in zip(plans, nodes, strict=True):
-        trainer = int(plan.has_trainer)
-        places.append((add(trainer, node), add(plan.devices - trainer, node)))
+        places.append((add(plan.trainers, node), add(plan.devices - plan.trainers, node)))
     return bundles, places
 
 
@@ -187,7 +186,7 @@ def _start_owner(group: Any, plan: NodePlan, node: dict[str, Any], bundle: int) 
     strategy = PlacementGroupSchedulingStrategy(group, bundle) if bundle >= 0 else _on(node["NodeID"])
     owner: Any = NodeOwner
     return owner.options(
-        num_gpus=plan.devices - plan.has_trainer,
+        num_gpus=plan.devices - plan.trainers,
         max_concurrency=CALLS_PER_WORKER * (len(plan.engines) + 1),
         scheduling_strategy=strategy,
     ).remote()
