@@ -17,6 +17,7 @@ from typing import Any
 from functional.runtime.chat.server import ChatServer
 from functional.runtime.errors import ConfigError, InterruptedRunError, RolloutError, RunError
 from functional.runtime.fleet.fleet import Fleet
+from functional.runtime.fleet.guard import descendants
 from functional.runtime.fleet.programs import Programs
 from functional.runtime.fleet.remains import Traces
 from functional.runtime.fleet.settings import FleetSettings, new_namespace
@@ -49,6 +50,7 @@ from functional.suite.cluster import cluster_address, joined_ray, shared_gpus
 from functional.suite.data import measure_data
 from functional.suite.flaky import flaky_proxy
 from functional.suite.hardware import UsageSampler
+from functional.suite.leftovers import mapped_memory
 from functional.suite.models import find_model, find_tokenizer
 from functional.suite.preflight import Prepared
 from functional.suite.report import (
@@ -114,6 +116,8 @@ class Session:
         self.checks = Checklist()
         self.ports: list[int] = []
         self.remains: list[str] = []
+        self.memory: set[Path] = set()
+        self._traces: dict[str, Traces] = {}
         self.checkpoints = Checkpoints(
             prepared.recipe.checkpointing, out / prepared.recipe.checkpointing.checkpoint_dir
         )
@@ -166,8 +170,7 @@ class Session:
         from functional.suite.trainer import RemoteWeights, TrainerRanks
 
         placement = self._phase("placement", lambda: place(recipe))
-        traces: dict[str, Traces] = {}
-        self._stack.callback(lambda: self._look_for_remains(traces))
+        self._stack.callback(self._look_for_remains)
         self._stack.callback(placement.close)
         gpus = shared_gpus(recipe)
         ranks = TrainerRanks(recipe, model_dir, resumed, placement.trainer, gpus)
@@ -190,8 +193,9 @@ class Session:
         self._phase("engine's parser", lambda: parser.result(patience, recipe.scrub))
         fleet = Fleet(settings, placement.nodes, self.say)
         fleet.watch(ranks.check)
-        self._stack.callback(lambda: traces.update(fleet.traces))
+        self._stack.callback(lambda: self._traces.update(fleet.traces))
         self._stack.callback(fleet.shutdown)
+        self._stack.callback(self._note_memory)
         self._stack.callback(lambda: self.ports.extend(fleet.listening_ports()))
         self.event("fleet: starting")
         self._phase("fleet", fleet.start)
@@ -212,10 +216,19 @@ class Session:
         weights = RemoteWeights(ranks.first, generation.dynamo_cfg.control_timeout_s, ranks.check)
         self._train(self._prepare(fleet, ranks.first, weights, model_dir, placement))
 
-    def _look_for_remains(self, traces: dict[str, Traces]) -> None:
+    @property
+    def worker_folders(self) -> list[Path]:
+        """Of all workers that there were, once the fleet is down; they are gone by then, or are left."""
+        return [folder for traces in self._traces.values() for folder in traces.folders]
+
+    def _note_memory(self) -> None:
+        """Shared memory that the run's processes use now: most of it has names that nobody else would know."""
+        self.memory |= mapped_memory(descendants(os.getpid()))
+
+    def _look_for_remains(self) -> None:
         """On a cluster that outlives the run; where it does not, the driver looks once Ray is gone."""
         if self._joined is not None:
-            self.remains = self._joined.find_remains(traces)
+            self.remains = self._joined.find_remains(self._traces)
 
     def _name_processes(self, fleet: dict[str, list[int]]) -> None:
         """Write processes.json: process ids by name, for whoever watches the run from outside."""
@@ -273,6 +286,7 @@ class Session:
             return pool.run(prober.complete_on(worker.instance_id, prompts, probe_sampling))
 
         def replace_lost(lost: Mapping[int, str]) -> list[Worker]:
+            self._note_memory()
             workers = fleet.replace(lost)
             known = {worker.instance_id for worker in instances}
             instances.extend(worker for worker in workers if worker.instance_id not in known)
@@ -515,7 +529,7 @@ class Session:
         fleet = parts.fleet
         if not fleet.lost_workers():
             fleet.check_membership()
-        cleared = checks.cleared_events(fleet)
+        cleared, passes = checks.cleared_events(fleet), self._passes(parts)
         try:
             result = parts.refit.update(version)
         except RunError:
@@ -523,11 +537,20 @@ class Session:
             raise
         self.report.refits.append(Refit.model_validate(result))
         checks.check_refit(self.checks, name or f"refit{version}", result, fleet, cleared)
+        if self.recipe.trainer_ranks > 1:
+            checks.check_gathered(self.checks, name or f"refit{version}", result, self._passes(parts) - passes)
         if not result.reached:
             watched(fleet, parts.trainer.go_back.remote(result.version))
         phases = ", ".join(f"{name} {seconds * 1000:.0f}" for name, seconds in result.phases.items())
         self.say(f"policy version {result.version} on every worker in {result.total_s:.2f} s (ms: {phases})")
         return result
+
+    def _passes(self, parts: Parts) -> int:
+        """How often the trainer's ranks have gathered the weights."""
+        if self.recipe.trainer_ranks == 1:
+            return 0
+        passes: int = watched(parts.fleet, parts.trainer.passes.remote())
+        return passes
 
     def _generate(
         self,

@@ -43,6 +43,8 @@ DIAGNOSED = {
     "worker-killed-mid-transfer": {"worker-lost"},
     "rank-killed-generating": {"worker-lost"},
     "rank-killed-mid-transfer": {"worker-lost"},
+    "trainer-rank-killed-generating": {"sender-lost"},
+    "trainer-rank-killed-mid-transfer": {"sender-lost"},
     "etcd-killed": {"etcd-ended"},
     "nats-killed": {"nats-server-ended"},
     "frontend-killed": {"frontend-ended"},
@@ -51,11 +53,17 @@ DIAGNOSED = {
     "driver-killed-updating": {"driver-killed", "died-updating"},
 }
 """What the doctor must name, of each case."""
-LATER = ("rank-killed-mid-transfer",)
+LATER = ("rank-killed-mid-transfer", "trainer-rank-killed-generating", "trainer-rank-killed-mid-transfer")
 WITH_EXPERTS = "rank-killed-generating"
-EXPERTS = ["policy.model_name=builtin:random-qwen3-moe", "data.dataset_name=token_set", "policy.optimizer.lr=0.5"]
+EXPERTS = [
+    "policy.model_name=builtin:random-qwen3-moe",
+    "data.dataset_name=token_set",
+    "policy.optimizer.lr=0.5",
+    "cluster.gpus_per_node=4",
+]
 """In that case, which is a whole run of two ranks: the family in which most can go wrong (experts that transformers
-fuses, fewer KV heads than ranks, a padded vocabulary). All others are in test_family_runs."""
+fuses, fewer KV heads than ranks, a padded vocabulary), sent by a trainer of two ranks. All other families are in
+test_family_runs."""
 TWO_WORKERS = ("cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2")
 
 

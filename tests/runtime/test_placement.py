@@ -6,6 +6,7 @@ import pytest
 
 from functional.runtime.errors import ConfigError
 from functional.runtime.fleet import placement
+from functional.runtime.fleet.node import NodeOwner
 from functional.runtime.recipe.load import RecipeError
 from functional.runtime.recipe.placement import plan_nodes, possible_layouts
 
@@ -20,19 +21,19 @@ ONE_EACH = ("cluster.gpus_per_node=2", "G.colocated.resources.gpus_per_node=1")
         ((*ONE_EACH, "cluster.num_nodes=2"), ["trainer on device 0, engine 0 on device 1", "engine 1 on device 0"]),
         (
             (*ONE_EACH, "cluster.num_nodes=2", "G.colocated.resources.num_nodes=1"),
-            ["trainer on device 0", "engine 0 on device 0"],
+            ["trainer on devices 0–1", "engine 0 on device 0"],
         ),
         (
             ("cluster.num_nodes=3", "G.colocated.resources.num_nodes=2"),
-            ["trainer on device 0", "engines 0–3 on devices 0–3", "engines 4–7 on devices 0–3"],
+            ["trainer on devices 0–7", "engines 0–3 on devices 0–3", "engines 4–7 on devices 0–3"],
         ),
         (
             ("G.vllm_cfg.tensor_parallel_size=2",),
-            ["trainer on device 0, engine 0 on devices 1–2, engine 1 on devices 3–4"],
+            ["trainer on devices 0–3, engine 0 on devices 4–5, engine 1 on devices 6–7"],
         ),
         (
             ("G.vllm_cfg.pipeline_parallel_size=4", "cluster.device=cuda", "cluster.share_gpu=true"),
-            ["trainer on device 0, engine 0 on devices 0–3"],
+            ["trainer on devices 0–3, engine 0 on devices 0–3"],
         ),
     ],
 )
@@ -41,6 +42,31 @@ def test_plan(load, overrides, plan):
     planned = plan_nodes(recipe)
     assert list(map(str, planned)) == plan
     assert [index for node in planned for index in node.engines] == list(range(recipe.num_engines))
+
+
+def test_a_trainer_has_what_engines_leave(load):
+    def ranks(*overrides):
+        return load(*overrides).trainer_ranks
+
+    assert ranks() == 4
+    assert ranks("cluster.gpus_per_node=5") == 1
+    assert ranks("G.colocated.resources.gpus_per_node=null") == 1, "these take all but one"
+    assert ranks("cluster.num_nodes=2") == 4
+    assert ranks("cluster.num_nodes=2", "G.colocated.resources.num_nodes=1") == 8, "a node of its own"
+    assert ranks("cluster.gpus_per_node=6", "cluster.device=cuda", "cluster.share_gpu=true") == 2
+
+
+def test_shared_gpus_are_taken_in_turn(load):
+    owner = NodeOwner.__ray_metadata__.modified_class(())
+    recipe = load("G.vllm_cfg.tensor_parallel_size=2", "cluster.device=cuda", "cluster.share_gpu=true")
+
+    def devices(gpus):
+        return owner._devices(SimpleNamespace(recipe=recipe, gpus=gpus), 2)
+
+    assert devices(4) == [("0", "1"), ("2", "3")]
+    assert devices(2) == [("0", "1"), ("0", "1")]
+    assert devices(1) == [("0", "0"), ("0", "0")]
+    assert devices(3) == [("0", "1"), ("2", "0")]
 
 
 def test_layouts_that_devices_and_model_allow(load):
@@ -140,7 +166,7 @@ def test_engines_over_bundles_of_one_device_each(load, four_bundles):
     address, nodes = placement.place_in_bundles(recipe, four_bundles, [2, 3, 0, 1])
     ((node,), told) = nodes, placement.ray.get([_gpu_of(four_bundles, bundle) for bundle in (2, 3, 0, 1)])
     assert (address, node.engines, node.is_drivers, node.has_trainer) == ("127.0.0.1", (0, 1), True, False)
-    settings = SimpleNamespace(recipe=recipe)
+    settings = SimpleNamespace(recipe=recipe, gpus=0)
     shares = placement.ray.get(node.owner.__ray_call__.remote(lambda owner: owner._devices(settings, 2)))
     assert shares == [tuple(told[:2]), tuple(told[2:])]
     assert len(set(told)) == 4

@@ -7,7 +7,7 @@ from functional.runtime.rollout.completion import Completion
 from functional.suite.host_copy import HostCopy
 from functional.suite.models import ARITHMETIC_DIR
 from functional.suite.policy import Policy, Sample, collate
-from functional.suite.trainer import Foreseen
+from functional.suite.trainer_rank import Foreseen
 
 PROMPTS = [(1, 2, 3, 4, 5), (9, 8, 7, 6, 5), (23, 16, 24, 34, 27)]
 ROUNDING = 0.02
