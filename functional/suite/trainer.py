@@ -226,7 +226,7 @@ class Others:
             try:
                 yield
             except Exception as error:
-                if problem := self._problem(asked, LAST_WORDS_S, is_cause=False):
+                if problem := self._problem(asked, LAST_WORDS_S, error):
                     raise RefitError(problem) from error
                 raise
             if problem := self._problem(asked, self._timeout_s):
@@ -234,23 +234,27 @@ class Others:
         finally:
             self._turn.release()
 
-    def _problem(self, asked: Sequence[Any], timeout_s: float, is_cause: bool = True) -> str | None:
-        """What became of the first rank that did not do its part. is_cause: where the first rank itself has not failed;
-        else only a process that is gone tells more than that failure."""
+    def _problem(self, asked: Sequence[Any], timeout_s: float, own: Exception | None = None) -> str | None:
+        """What became of a rank that did not do its part. own: how the first rank failed, which a rank that failed too
+        has nothing to add to."""
         deadline = time.monotonic() + timeout_s
         for rank, reference in enumerate(asked, start=1):
             try:
                 ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
             except GetTimeoutError:
-                if is_cause:
-                    return f"trainer rank {rank} has not answered within {timeout_s:g} s"
+                late = f"trainer rank {rank} of {1 + len(asked)} has not answered within {timeout_s:g} s"
+                return late if own is None else f"{brief(own)}; {late}"
             except RayActorError as error:
                 return f"trainer rank {rank} of {1 + len(asked)}: its process is gone ({type(error).__name__})"
             except RayTaskError as error:
-                cause = error.cause or error
-                if is_cause:
-                    return f"trainer rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+                if own is None:
+                    return f"trainer rank {rank} of {1 + len(asked)}: {brief(error.cause or error)}"
         return None
+
+
+def brief(error: BaseException) -> str:
+    """An error on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 class RemoteWeights:
@@ -315,8 +319,7 @@ class RemoteWeights:
             raise SourceLostError(str(error)) from error
         except RayTaskError as error:
             self._tell_if_gone(error)
-            cause = error.cause or error
-            raise RefitError(f"trainer: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}") from error
+            raise RefitError(f"trainer: {brief(error.cause or error)}") from error
         except RayActorError as error:
             raise SourceLostError(f"trainer: its process is gone ({type(error).__name__})") from error
         except RayError as error:
