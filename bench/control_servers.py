@@ -36,6 +36,7 @@ def completion(workers: list[SimulatedWorker], body: dict[str, Any], headers: di
     cache.add(prompt)
     engine = {"prompt_token_ids": list(prompt), "completion_token_ids": [1], "completion_logprobs": [-1.0]}
     nvext = {"completion_token_ids": [1], "engine_data": engine, "worker_id": {"decode_worker_id": instance}}
+    nvext["prompt_logprobs"] = [None, *({str(token): {"logprob": -1.0, "rank": 1}} for token in prompt[1:])]
     return {
         "id": f"cmpl-{headers['x-dynamo-request-id']}",
         "choices": [{"finish_reason": "length", "logprobs": {"token_logprobs": [-1.0]}}],

@@ -37,12 +37,12 @@ PHASES: dict[str, str] = {
     "clear": "a call a worker",
     "commit": "two calls a worker",
     "resume": "a call a worker",
-    "probe": "16 requests a worker, sent together, of one token each",
+    "probe": "a request a worker: the log-probs of a prompt of 65 tokens",
 }
 """In the order of an update, and what bounds each."""
 AROUND = {
     "snapshot_s": "copying all weights to the host, with nothing beside it; a run waits for what rollouts leave of it",
-    "foresee_s": "one forward pass over the probe's prompts",
+    "foresee_s": "one forward pass over the probe's prompt",
     "stale control": "a proof of weights that were not sent; the suite's own check",
 }
 COLOURS = ("#2b6cb0", "#63b3ed", "#2c7a7b", "#68d391", "#b7791f", "#f6ad55", "#9b2c2c", "#fc8181", "#553c9a", "#b794f4")

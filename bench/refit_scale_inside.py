@@ -12,8 +12,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -23,7 +23,7 @@ from functional.engine.wire import Manifest, Slot
 from functional.runtime.fleet.control import WorkerControl
 from functional.runtime.fleet.http_server import HttpServer
 from functional.runtime.fleet.worker import Worker
-from functional.runtime.refit.probe import PROMPTS, ProbeScore, probe_prompts
+from functional.runtime.refit.probe import TOKENS, ProbeScore, probe_prompt
 from functional.runtime.refit.transaction import FleetRefit
 from functional.runtime.rollout.client import Limits, RolloutClient
 from functional.runtime.rollout.completion import Completion, Sampling
@@ -33,9 +33,9 @@ from functional.runtime.rollout.pool import HttpPool
 WORKERS = (1, 8, 64, 256)
 REPEATS = 10
 PROBED = 24
-"""Workers' probes that are counted in all, beyond which one update is: each takes some ten requests."""
+"""Workers' probes that are counted in all, beyond which one update is."""
 TIMEOUT_S = 60.0
-PROMPT_TOKENS = 33
+PROMPT_TOKENS = TOKENS + 1
 
 
 def names_of_8b() -> list[str]:
@@ -81,8 +81,8 @@ class AnsweringSource:
     def abort(self, reason: str) -> None:
         pass
 
-    def score(self, version: int, completions: Sequence[Completion]) -> ProbeScore:
-        return ProbeScore([-1.0] * len(completions), [-2.0] * len(completions))
+    def score(self, version: int, prompt: Sequence[int]) -> ProbeScore:
+        return ProbeScore([-1.0] * (len(prompt) - 1), [-2.0] * (len(prompt) - 1))
 
 
 @contextmanager
@@ -104,16 +104,20 @@ def measure(count: int) -> dict[str, float]:
     with simulated(count) as (url, workers), HttpPool() as pool:
         gate = AdmissionGate()
         client = RolloutClient(pool, url, "policy", gate, Limits(151936, 40960, token_bytes=256), TIMEOUT_S)
-        sampling = Sampling(1, ignore_eos=True)
+        sampling = Sampling(1, ignore_eos=True, prompt_logprobs=True)
 
-        def probe(worker: Worker, round_number: int, count: int = PROMPTS) -> list[Completion]:
-            prompts = probe_prompts(round_number, 151936, PROMPT_TOKENS)[:count]
-            return pool.run(client.complete_on(worker.instance_id, prompts, sampling))
+        def probe(worker: Worker, round_number: int) -> Completion:
+            prompt = probe_prompt(round_number, 151936, PROMPT_TOKENS)
+            return pool.run(client.complete_on(worker.instance_id, [prompt], sampling))[0]
 
-        def free_probe(worker: Worker, round_number: int, count: int = PROMPTS) -> list[Completion]:
-            cached = 32 if count == 1 else 0
-            one = SimpleNamespace(cached_tokens=cached, problem=None, logprobs=(-1.0,))
-            return [one] * count  # type: ignore[list-item]
+        free = replace(probe(workers[0], 0), cached_tokens=0)
+        asked: set[int] = set()
+
+        def free_probe(worker: Worker, round_number: int) -> Completion:
+            """A hit the first time, which is before the clear."""
+            is_warm = worker.index not in asked
+            asked.symmetric_difference_update({worker.index})
+            return replace(free, cached_tokens=32 if is_warm else 0)
 
         row: dict[str, float] = {"workers": count}
         for name, used, repeats in (

@@ -21,6 +21,7 @@ def register() -> None:
         cpu_proof,
         cpu_resident,
         pause_patch,
+        prompt_logprobs_patch,
         reload_patch,
         rendezvous_patch,
         reply_patch,
@@ -37,6 +38,8 @@ def register() -> None:
         pause_patch.apply()
     if reply_patch.applies_to(vllm.__version__):
         reply_patch.apply()
+    if prompt_logprobs_patch.applies_to(vllm.__version__):
+        prompt_logprobs_patch.apply()
     if shared_device_patch.is_wanted() and reload_patch.applies_to(vllm.__version__):
         shared_device_patch.apply()
     if cpu_resident.is_wanted():
@@ -50,7 +53,15 @@ def status() -> dict[str, Any]:
     import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from functional.engine import cpu_proof, cpu_resident, pause_patch, reload_patch, rendezvous_patch, reply_patch
+    from functional.engine import (
+        cpu_proof,
+        cpu_resident,
+        pause_patch,
+        prompt_logprobs_patch,
+        reload_patch,
+        rendezvous_patch,
+        reply_patch,
+    )
 
     return {
         "vllm": vllm.__version__,
@@ -58,6 +69,10 @@ def status() -> dict[str, Any]:
         "reload_patch": {"for": reload_patch.PATCHED_VERSION, "applied": reload_patch.is_applied()},
         "pause_patch": {"for": pause_patch.PATCHED_VERSION, "applied": pause_patch.is_applied()},
         "reply_patch": {"for": reply_patch.PATCHED_VERSION, "applied": reply_patch.is_applied()},
+        "prompt_logprobs_patch": {
+            "for": prompt_logprobs_patch.PATCHED_VERSION,
+            "applied": prompt_logprobs_patch.is_applied(),
+        },
         "file_rendezvous": rendezvous_patch.is_applied(),
         "hash_before_packing": cpu_proof.is_installed(),
         "cpu_weights_resident": cpu_resident.is_wanted(),

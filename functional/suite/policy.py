@@ -121,19 +121,18 @@ def collate(samples: Sequence[Sample]) -> Batch:
 class Scorer(nn.Module):
     """A causal language model that makes logits only where they are asked for (a real vocabulary is large)."""
 
-    def __init__(self, model: Any, temperature: float) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self._temperature = temperature
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Over temperature, of what follows each of the positions [B, T] of input_ids [B, L] -> [B, T, V] float32.
+        """Of what follows each of the positions [B, T] of input_ids [B, L] -> [B, T, V] float32.
 
         Rows are padded right, so causal attention needs no mask.
         """
         hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
         hidden = hidden.gather(1, positions[:, :, None].expand(-1, -1, hidden.shape[2]))
-        return logits_of(self.model, hidden) / self._temperature
+        return logits_of(self.model, hidden)
 
     @property
     def layers(self) -> Any:
@@ -211,23 +210,16 @@ class Policy:
 
         kept: what they were sampled from, if not from what this policy's rollouts are.
         """
-        return self.logprobs_by(self.scorer, batch, kept).cpu()
-
-    def logprobs_by(self, scorer: Scorer, batch: Batch, kept: SamplingFilter | None = None) -> Tensor:
-        """The same by another model, which is on one rank alone if it is not divided."""
-        shards = self.shards if scorer is self.scorer else None
-        return self._all_logprobs(scorer, batch.to(self.device), kept or self.kept, shards)
+        return self._all_logprobs(self.scorer, batch.to(self.device), kept or self.kept, self.shards).cpu()
 
     @torch.no_grad()
-    def next_logprobs(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Log-probs of every token after each of some prompts of one length -> [prompts, vocabulary] float32, on the
-        policy's device."""
-        ids = torch.tensor(prompts, device=self.device)
-        start, each = (0, len(ids)) if self.shards is None else self.shards.rows(len(ids))
-        rows = torch.arange(start, start + each, device=self.device).clamp(max=len(ids) - 1)
-        last = torch.full((each, 1), ids.shape[1] - 1, device=self.device)
-        found = torch.log_softmax(self.scorer(ids[rows], last)[:, 0], -1)
-        return found if self.shards is None else self.shards.joined(found, len(ids))
+    def prompt_logprobs(self, prompt: Sequence[int], scorer: Scorer | None = None) -> Tensor:
+        """Log-probs of a prompt's tokens but the first, by the model's own distribution -> [tokens - 1] float32, on the
+        policy's device. Two tokens at least. scorer: another model than the policy's."""
+        ids = torch.tensor(prompt, device=self.device)
+        before = torch.arange(len(prompt) - 1, device=self.device)
+        logp = torch.log_softmax((scorer or self.scorer)(ids[None], before[None])[0], -1)
+        return logp.gather(-1, ids[1:, None])[:, 0]
 
     @contextmanager
     def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
@@ -336,12 +328,12 @@ class Policy:
     def copied(self, dtype: torch.dtype) -> Scorer | None:
         """A model of its own with the weights as they are now, undivided; on the first of several ranks alone."""
         if self.shards is None:
-            return Scorer(copy.deepcopy(self.model).to(dtype), self.temperature)
+            return Scorer(copy.deepcopy(self.model).to(dtype))
         taken = {}
         for name, weight in self.whole_weights():
             if self._plain is not None:
                 taken[name] = weight.to(dtype)
-        return None if self._plain is None else Scorer(filled(self._plain, taken), self.temperature)
+        return None if self._plain is None else Scorer(filled(self._plain, taken))
 
     def checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Master weights by name, and the optimizer's state by `key/name`, all on the host. Of several ranks only the
@@ -431,7 +423,7 @@ class Policy:
         return float(norm)
 
     def _divided(self, model: Any) -> Scorer:
-        scorer = Scorer(model, self.temperature)
+        scorer = Scorer(model)
         if self.shards is not None:
             self.shards.divide(scorer, scorer.layers)
         return scorer
@@ -491,7 +483,7 @@ class Policy:
         steps = torch.arange(batch.mask.shape[1], device=self.device)
         predicts = (batch.prompt_lengths[:, None] - 1 + steps).clamp(max=batch.input_ids.shape[1] - 1)
         logits: Tensor = scorer(batch.input_ids, predicts)
-        return logits
+        return logits / self.temperature
 
     def _score(self, logits: Tensor, batch: Batch, kept: SamplingFilter, flips: Flips | None = None) -> Tensor:
         """Log-probs of the completion tokens, [B, T]; `flips` notes those that their set would leave out."""

@@ -1,22 +1,23 @@
 """How often a probe is right: its rates on a real engine and model, at shifts from below the noise to far above it.
 
-A fleet at its first version gives one token after each of many fixed prompts. The trainer scores them under its own
+A fleet at its first version gives the log-probs of many fixed prompts' tokens. The trainer scores them under its own
 weights and under copies moved by noise of several sizes. With the moved copy as the other version, each alarm is a
 false one; with the moved copy as the new version, the engine computes with the old one, and each probe must tell.
 Probes are put together from the rounds seen, drawn at random, and judged as a refit judges them.
 """
 
+import itertools
 import random
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from functional.runtime.refit.probe import MAX_ROUNDS, PROMPTS, Finding, Noise, Sighting, judge
-from functional.runtime.rollout.completion import Completion, Sampling
+from functional.runtime.refit.probe import MAX_ROUNDS, Finding, Noise, Sighting, judge
+from functional.runtime.rollout.completion import Sampling
 from functional.suite import driver
 from functional.suite.report import ProbeRates
 from functional.suite.session import Parts, Session, interrupt, watched
@@ -49,22 +50,22 @@ class RatesSession(Session):
         self._refit(parts, 0)
         worker = parts.refit.workers[0]
         rounds = [parts.probe(worker, number) for number in range(ROUNDS)]
-        flat = [completion for round_ in rounds for completion in round_]
-        problems = [completion.problem for completion in flat if completion.problem]
-        self.checks.add("probe.tokens_correct", not problems, "; ".join(problems[:3]) or f"{len(flat)} tokens")
-        engine = [value for completion in flat for value in completion.logprobs]
-        own = watched(parts.fleet, parts.trainer.weights.remote("score", 0, flat)).current
+        problems = [completion.problem for completion in rounds if completion.problem]
+        self.checks.add("probe.tokens_correct", not problems, "; ".join(problems[:3]) or f"{len(rounds)} prompts")
+        engine = [list(completion.prompt_logprobs) for completion in rounds]
+        prompts = [completion.prompt_token_ids for completion in rounds]
+        own = [watched(parts.fleet, parts.trainer.weights.remote("score", 0, prompt)).current for prompt in prompts]
         rates = []
         for seed, size in enumerate(SIZES):
-            moved = watched(parts.fleet, parts.trainer.score_nudged.remote(flat, size, seed))
+            moved = watched(parts.fleet, parts.trainer.score_nudged.remote(prompts, size, seed))
             rates.append(measure(size, engine, own, moved))
             self.say(describe(rates[-1]))
-        noise = statistics.fmean(abs(a - b) for a, b in zip(engine, own, strict=True))
+        noise = mean_distance(engine, own)
         seconds = self._cost(parts)
         self.report.probe_rates = ProbeRates(
             parameters=self.report.parameters,
             noise=noise,
-            tokens=len(flat),
+            tokens=sum(map(len, engine)),
             seconds=seconds,
             rates=[asdict(rate) for rate in rates],
         )
@@ -80,14 +81,22 @@ class RatesSession(Session):
         self.say(f"seconds: {seconds}")
 
     def _cost(self, parts: Parts) -> dict[str, float]:
-        """Median seconds of a round, and of as many tokens after one prompt, taken in turns with caches cleared."""
-        worker, one = parts.refit.workers[0], parts.overlap_prompt
-        sampling = Sampling(PROMPTS, parts.sampling.temperature, ignore_eos=True)
+        """Median seconds of a round, and of as many tokens, one sampled after each of as many prompts or all after one;
+        the ways take turns, with caches cleared."""
+        worker = parts.refit.workers[0]
+        first = parts.probe(worker, 0)
+        prompt, tokens = first.prompt_token_ids, len(first.prompt_logprobs)
+        rng = random.Random(0)
+        prompts = [rng.sample(prompt, len(prompt)) for _ in range(tokens)]
 
-        def ask_one() -> list[Completion]:
-            return parts.pool.run(parts.prober.complete_on(worker.instance_id, [one], sampling))
+        def sample(prompts: Sequence[Sequence[int]], count: int) -> None:
+            parts.pool.run(parts.prober.complete_on(worker.instance_id, prompts, Sampling(count, ignore_eos=True)))
 
-        ways = {"one token after each prompt": lambda: parts.probe(worker, 0), "all after one": ask_one}
+        ways: dict[str, Callable[[], object]] = {
+            "the prompt's tokens": lambda: parts.probe(worker, 0),
+            "one token after each of as many prompts": lambda: sample(prompts, 1),
+            "all after one prompt": lambda: sample([prompt[: len(prompt) // 2]], tokens // 2),
+        }
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for way, ask in [*ways.items()] * COST_REPEATS:
             worker.control.call("flush_cache")
@@ -97,18 +106,19 @@ class RatesSession(Session):
         return {way: statistics.median(taken) for way, taken in seconds.items()}
 
 
-def measure(size: float, engine: Sequence[float], own: Sequence[float], moved: Sequence[float]) -> Rate:
-    """Rates of `PROBES` probes drawn from the tokens' log-probs: the engine's, the trainer's with the weights that the
+def measure(
+    size: float, engine: Sequence[Sequence[float]], own: Sequence[Sequence[float]], moved: Sequence[Sequence[float]]
+) -> Rate:
+    """Rates of `PROBES` probes drawn from the rounds' log-probs: the engine's, the trainer's with the weights that the
     engine has, and with moved ones."""
     noise = Noise()
-    noise.learn(Sighting(a, b, None) for a, b in zip(engine, own, strict=True))
-    distance = statistics.fmean(abs(a - b) for a, b in zip(engine, own, strict=True))
-    shift = statistics.fmean(abs(a - b) for a, b in zip(own, moved, strict=True))
-    new = probe_all([Sighting(*values) for values in zip(engine, own, moved, strict=True)], noise)
-    old = probe_all([Sighting(*values) for values in zip(engine, moved, own, strict=True)], noise)
+    noise.learn(itertools.chain.from_iterable(sight(engine, own, None)))
+    shift = mean_distance(own, moved)
+    new = probe_all(sight(engine, own, moved), noise)
+    old = probe_all(sight(engine, moved, own), noise)
     return Rate(
         size=size,
-        shift_over_noise=shift / distance,
+        shift_over_noise=shift / mean_distance(engine, own),
         false_alarms=share(new, Finding.OTHER),
         told_new=share(new, Finding.NEW),
         caught=share(old, Finding.OTHER),
@@ -117,9 +127,25 @@ def measure(size: float, engine: Sequence[float], own: Sequence[float], moved: S
     )
 
 
-def probe_all(sightings: Sequence[Sighting], noise: Noise) -> list[tuple[Finding, int]]:
+def sight(
+    engine: Sequence[Sequence[float]], new: Sequence[Sequence[float]], other: Sequence[Sequence[float]] | None
+) -> list[list[Sighting]]:
+    """Each round's tokens."""
+    others: Sequence[Sequence[float | None]] = other or [[None] * len(one) for one in new]
+    return [
+        [Sighting(*values) for values in zip(*columns, strict=True)]
+        for columns in zip(engine, new, others, strict=True)
+    ]
+
+
+def mean_distance(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> float:
+    """Over all tokens of all rounds, nats."""
+    flat = zip(itertools.chain.from_iterable(a), itertools.chain.from_iterable(b), strict=True)
+    return statistics.fmean(abs(x - y) for x, y in flat)
+
+
+def probe_all(rounds: Sequence[list[Sighting]], noise: Noise) -> list[tuple[Finding, int]]:
     rng = random.Random(0)
-    rounds = [sightings[start : start + PROMPTS] for start in range(0, len(sightings), PROMPTS)]
     found = []
     for _ in range(PROBES):
         drawn = rng.sample(rounds, MAX_ROUNDS)

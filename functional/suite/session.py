@@ -29,7 +29,7 @@ from functional.runtime.recipe.parser_check import EngineCheck
 from functional.runtime.recipe.rules import TOOL_DATA, layout_problems, merge_stop_strings
 from functional.runtime.refit.machine import Event, State, Transition
 from functional.runtime.refit.parts import Probe, RefitResult
-from functional.runtime.refit.probe import PROMPTS, probe_prompts
+from functional.runtime.refit.probe import TOKENS, probe_prompt
 from functional.runtime.refit.transaction import FleetRefit
 from functional.runtime.rollout.client import Limits, RolloutClient
 from functional.runtime.rollout.completion import NO_TOP_K, Completion, Sampling
@@ -275,15 +275,17 @@ class Session:
             stop_strings=merge_stop_strings(generation.stop_strings),
         )
         vocabulary = min(len(tokenizer), model_config["vocab_size"])
-        probe_length = min(2 * generation.vllm_kwargs.block_size + 1, generation.vllm_cfg.max_model_len - 1)
-        probe_sampling = Sampling(1, generation.temperature, ignore_eos=True)
+        probe_length = min(
+            max(2 * generation.vllm_kwargs.block_size, TOKENS) + 1, generation.vllm_cfg.max_model_len - 1
+        )
+        probe_sampling = Sampling(1, ignore_eos=True, prompt_logprobs=True)
         instances = list(fleet.workers)
 
-        watched(fleet, trainer.foresee.remote(probe_prompts(0, vocabulary, probe_length)))
+        watched(fleet, trainer.foresee.remote(probe_prompt(0, vocabulary, probe_length)))
 
-        def probe(worker: Worker, round_number: int, count: int = PROMPTS) -> list[Completion]:
-            prompts = probe_prompts(round_number, vocabulary, probe_length)[:count]
-            return pool.run(prober.complete_on(worker.instance_id, prompts, probe_sampling))
+        def probe(worker: Worker, round_number: int) -> Completion:
+            prompt = probe_prompt(round_number, vocabulary, probe_length)
+            return pool.run(prober.complete_on(worker.instance_id, [prompt], probe_sampling))[0]
 
         def replace_lost(lost: Mapping[int, str]) -> list[Worker]:
             self._note_memory()
@@ -334,7 +336,7 @@ class Session:
             records=records,
             journal=journal,
             telemetry=telemetry,
-            overlap_prompt=probe_prompts(0, vocabulary, probe_length)[0],
+            overlap_prompt=probe_prompt(0, vocabulary, probe_length),
             instances=instances,
             chat=chat,
         )

@@ -25,7 +25,6 @@ from functional.runtime.recipe.model import Recipe
 from functional.runtime.refit.expected import NamedTensors
 from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import ProbeScore
-from functional.runtime.rollout.completion import Completion
 from functional.suite.checkpoint import TrainingInfo
 from functional.suite.policy import Sample
 from functional.suite.send_faults import FaultyWeights, SendFault
@@ -107,10 +106,9 @@ class Trainer:
         """Number of parameters; answers once the model is loaded."""
         return self._own.parameters
 
-    def foresee(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Score every token that may follow these prompts, now and whenever the weights change: a probe that asks for
-        them is answered from that."""
-        self._together("foresee", prompts)
+    def foresee(self, prompt: Sequence[int]) -> None:
+        """Score this prompt's tokens, now and whenever the weights change: a probe with it is answered from that."""
+        self._together("foresee", prompt)
 
     def keep(self) -> None:
         """As `TrainerRank.keep`."""
@@ -139,9 +137,9 @@ class Trainer:
         figures: dict[str, float] = self._together("nudge", version)
         return figures
 
-    def score_nudged(self, completions: Sequence[Completion], size: float, seed: int) -> list[float]:
+    def score_nudged(self, prompts: Sequence[Sequence[int]], size: float, seed: int) -> list[list[float]]:
         """As `TrainerRank.score_nudged`."""
-        scores: list[float] = self._together("score_nudged", completions, size, seed)
+        scores: list[list[float]] = self._together("score_nudged", prompts, size, seed)
         return scores
 
     def set_fault(self, fault: SendFault | None) -> None:
@@ -184,19 +182,19 @@ class Trainer:
         for one in passes:
             one.close()  # type: ignore[attr-defined]
 
-    def _score(self, version: int, completions: Sequence[Completion]) -> ProbeScore:
+    def _score(self, version: int, prompt: Sequence[int]) -> ProbeScore:
         own = self._own
-        current = self._scores(own.version, completions)
+        current = self._scores(own.version, prompt)
         if own.kept is None or own.kept == own.version:
             return ProbeScore(current, None)
-        previous = self._scores(own.kept, completions)
+        previous = self._scores(own.kept, prompt)
         return ProbeScore(current, previous) if version == own.version else ProbeScore(previous, current)
 
-    def _scores(self, version: int, completions: Sequence[Completion]) -> list[float]:
-        foreseen = self._own.foreseen.scores(version, completions)
+    def _scores(self, version: int, prompt: Sequence[int]) -> list[float]:
+        foreseen = self._own.foreseen.scores(version, prompt)
         if foreseen is not None:
             return foreseen
-        scores: list[float] = self._together("score", version, completions)
+        scores: list[float] = self._together("score", version, prompt)
         return scores
 
 
@@ -304,8 +302,8 @@ class RemoteWeights:
     def abort(self, reason: str) -> None:
         self._ask("abort", reason)
 
-    def score(self, version: int, completions: Sequence[Completion]) -> ProbeScore:
-        score: ProbeScore = self._ask("score", version, completions)
+    def score(self, version: int, prompt: Sequence[int]) -> ProbeScore:
+        score: ProbeScore = self._ask("score", version, prompt)
         return score
 
     def _ask(self, method: str, *arguments: Any) -> Any:

@@ -18,10 +18,9 @@ from functional.runtime.recipe.environment import SHARED_GPU
 from functional.runtime.recipe.model import Recipe
 from functional.runtime.recipe.placement import device_of
 from functional.runtime.refit.gathered import GatheredWeights
-from functional.runtime.rollout.completion import Completion
 from functional.suite.checkpoint import TrainingInfo, read_tensors, write_checkpoint
 from functional.suite.host_copy import HostCopy
-from functional.suite.policy import WHOLE, Policy, Sample, Scorer, collate
+from functional.suite.policy import WHOLE, Policy, Sample, collate
 from functional.suite.sampling_filter import SamplingFilter
 from functional.suite.shards import Place, Shards
 
@@ -78,9 +77,9 @@ class TrainerRank:
         """How often all weights were gathered."""
         return self._gathered.passes
 
-    def foresee(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Score every token that may follow these prompts, now and whenever the weights change."""
-        self.foreseen.prompts = {tuple(prompt): row for row, prompt in enumerate(prompts)}
+    def foresee(self, prompt: Sequence[int]) -> None:
+        """Score this prompt's tokens, now and whenever the weights change."""
+        self.foreseen.prompt = tuple(prompt)
         self.foreseen.look(self.version)
 
     def keep(self) -> None:
@@ -146,9 +145,9 @@ class TrainerRank:
         self.policy.restore(moved)
         return {"snapshot_s": figures["snapshot_s"], "foresee_s": self._become(version)}
 
-    def score_nudged(self, completions: Sequence[Completion], size: float, seed: int) -> list[float]:
-        """Log-probs of the completions' tokens under weights moved by noise of `size` standard deviations of each
-        tensor; the policy keeps its own. The first rank has them."""
+    def score_nudged(self, prompts: Sequence[Sequence[int]], size: float, seed: int) -> list[list[float]]:
+        """Log-probs of each prompt's tokens but the first, under weights moved by noise of `size` standard deviations
+        of each tensor; the policy keeps its own. The first rank has them."""
         moved = self.policy.copied(torch.bfloat16)
         if moved is None:
             return []
@@ -157,16 +156,15 @@ class TrainerRank:
             for parameter in moved.parameters():
                 noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
                 parameter += (size * parameter.float().std() * noise).to(parameter.dtype)
-        return self._logprobs(moved, as_samples(completions))
+        return [tolist(self.policy.prompt_logprobs(prompt, moved)) for prompt in prompts]
 
-    def score(self, version: int, completions: Sequence[Completion]) -> list[float]:
-        """Log-probs of the completions' tokens under a version that is held: for any but the policy's, its weights take
-        the place of the model's own meanwhile."""
-        samples = as_samples(completions)
+    def score(self, version: int, prompt: Sequence[int]) -> list[float]:
+        """Log-probs of the prompt's tokens but the first under a version that is held: for any but the policy's, its
+        weights take the place of the model's own meanwhile."""
         if version == self.version:
-            return self._logprobs(self.policy.scorer, samples)
+            return tolist(self.policy.prompt_logprobs(prompt))
         with self.policy.holding(self._held(version)):
-            return self._logprobs(self.policy.scorer, samples)
+            return tolist(self.policy.prompt_logprobs(prompt))
 
     def layout(self, version: int) -> list[Slot]:
         """Checkpoint name, dtype and shape of each weight, without a tensor. Raises RefitError for a version that is
@@ -227,42 +225,27 @@ class TrainerRank:
             return self._copy.tensors
         raise RefitError(f"the trainer holds no weights of policy version {version}")
 
-    def _logprobs(self, scorer: Scorer, samples: list[Sample]) -> list[float]:
-        """Of every token of a probe's completions, sample after sample: probes sample the whole distribution."""
-        batch = collate(samples)
-        with torch.no_grad():
-            scored: list[float] = self.policy.logprobs_by(scorer, batch, WHOLE).cpu()[batch.mask].tolist()
-        return scored
 
-
-def as_samples(completions: Sequence[Completion]) -> list[Sample]:
-    return [Sample(c.prompt_token_ids, c.token_ids, c.logprobs) for c in completions]
+def tolist(scores: Tensor) -> list[float]:
+    found: list[float] = scores.tolist()
+    return found
 
 
 class Foreseen:
-    """Log-probs of every token after each of some prompts, of the two versions last looked at."""
+    """Log-probs of a prompt's tokens, of the two versions last looked at."""
 
     def __init__(self, policy: Policy) -> None:
-        self.prompts: dict[tuple[int, ...], int] = {}
-        """Prompt → its row."""
+        self.prompt: tuple[int, ...] = ()
         self._policy = policy
-        self._tables: dict[int, torch.Tensor] = {}
+        self._scores: dict[int, list[float]] = {}
 
     def look(self, version: int) -> None:
         """At what the policy has now, which is `version`."""
-        self._tables.pop(version, None)
-        if self.prompts:
-            self._tables = dict([*self._tables.items()][-1:])
-            self._tables[version] = self._policy.next_logprobs(list(self.prompts))
-            if self._policy.device.type == "cuda":
-                torch.cuda.synchronize(self._policy.device)
+        self._scores.pop(version, None)
+        if self.prompt:
+            self._scores = dict([*self._scores.items()][-1:])
+            self._scores[version] = tolist(self._policy.prompt_logprobs(self.prompt))
 
-    def scores(self, version: int, completions: Sequence[Completion]) -> list[float] | None:
-        """Of the completions' tokens, one each; None where this version or one of the prompts was not looked at."""
-        rows = [self.prompts.get(completion.prompt_token_ids) for completion in completions]
-        table = self._tables.get(version)
-        if table is None or None in rows or any(len(completion.token_ids) != 1 for completion in completions):
-            return None
-        tokens = [completion.token_ids[0] for completion in completions]
-        found: list[float] = table[rows, tokens].tolist()
-        return found
+    def scores(self, version: int, prompt: Sequence[int]) -> list[float] | None:
+        """Of the prompt's tokens but the first; None where this version or this prompt was not looked at."""
+        return self._scores.get(version) if tuple(prompt) == self.prompt else None

@@ -19,7 +19,7 @@ from functional.runtime.fleet.control import ControlError, WorkerLostError, rpc_
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import State
 from functional.runtime.refit.parts import SourceLostError
-from functional.runtime.refit.probe import PROMPTS, ProbeScore
+from functional.runtime.refit.probe import TOKENS, ProbeScore
 from functional.runtime.refit.transaction import FleetRefit
 from functional.runtime.rollout.completion import Completion
 from functional.runtime.rollout.gate import AdmissionGate
@@ -145,15 +145,16 @@ class World:
         for engine in self.engines:
             engine.cache.add(engine.weights)
 
-    def probe(self, worker: Worker, round_number: int, count: int = PROMPTS) -> list[Completion]:
+    def probe(self, worker: Worker, round_number: int) -> Completion:
         engine: Engine = worker.control.engine
         if engine.end or engine.paused or engine.loading or self.chooser.pick(["ok", "fails"]) == "fails":
             raise RolloutError(f"probe of worker {worker.index} failed")
         cached = 16 if engine.cache else 0
         engine.cache.add(engine.weights)
         seen = (-100.0 if engine.weights is None else float(engine.weights),)
-        completion = Completion("r", (1,), (2,), seen, worker.instance_id, cached, None, 0.0, 0.0, None)
-        return [completion] * count
+        prompt = tuple(range(TOKENS + 1))
+        answer = Completion("r", prompt, (2,), seen, worker.instance_id, cached, None, 0.0, 0.0, None)
+        return replace(answer, prompt_logprobs=seen * TOKENS)
 
     def replace(self, lost) -> list[Worker]:
         self.assert_sound()
@@ -211,9 +212,9 @@ class World:
     def abort(self, reason: str) -> None:
         self.alive()
 
-    def score(self, version: int, completions) -> ProbeScore:
+    def score(self, version: int, prompt) -> ProbeScore:
         self.alive()
-        return ProbeScore([float(version)] * len(completions), [version + 5.0] * len(completions))
+        return ProbeScore([float(version)] * (len(prompt) - 1), [version + 5.0] * (len(prompt) - 1))
 
     def alive(self) -> None:
         if self.source_lost:

@@ -1,6 +1,5 @@
 """What a probe tells, by simulation: noise of several shapes and sizes, shifts from none to far above it."""
 
-import itertools
 import math
 import random
 from statistics import fmean as mean
@@ -10,13 +9,13 @@ import pytest
 from functional.runtime.refit.probe import (
     FALSE_ALARMS,
     MAX_ROUNDS,
-    PROMPTS,
+    TOKENS,
     Finding,
     Noise,
     Sighting,
     judge,
     other_z,
-    probe_prompts,
+    probe_prompt,
     read,
 )
 
@@ -43,7 +42,7 @@ def findings(shape, noise_size, shift, has_new, trials=TRIALS, workers=1):
         return Sighting((new if has_new else other) + by_engine, new + by_new, other + by_other)
 
     def sight_round(_number):
-        return [sight() for _ in range(PROMPTS)]
+        return [sight() for _ in range(TOKENS)]
 
     return [judge(sight_round(0), sight_round, noise, workers)[0].finding for _ in range(trials)]
 
@@ -74,7 +73,7 @@ def test_old_weights_on_one_of_many_workers_are_caught():
 
 def test_versions_that_are_alike_cannot_be_told_and_cost_few_tokens():
     noise = Noise()
-    noise.learn([Sighting(0.05, 0.0, None)] * PROMPTS)
+    noise.learn([Sighting(0.05, 0.0, None)] * TOKENS)
     rng = random.Random(0)
     asked = 0
 
@@ -84,9 +83,9 @@ def test_versions_that_are_alike_cannot_be_told_and_cost_few_tokens():
     def more(number):
         nonlocal asked
         asked += 1
-        return [sight() for _ in range(PROMPTS)]
+        return [sight() for _ in range(TOKENS)]
 
-    found = [judge([sight() for _ in range(PROMPTS)], more, noise, workers=1)[0].finding for _ in range(500)]
+    found = [judge([sight() for _ in range(TOKENS)], more, noise, workers=1)[0].finding for _ in range(500)]
     assert found.count(Finding.UNCLEAR) > 490
     assert asked < 1000
 
@@ -94,20 +93,20 @@ def test_versions_that_are_alike_cannot_be_told_and_cost_few_tokens():
 def test_an_engine_far_from_both_versions_fits_neither():
     noise = Noise()
     noise.learn([Sighting(-1.0 + 0.01 * i, -1.0, None) for i in range(8)])
-    assert read([Sighting(-3.0, -1.0, -5.0)] * PROMPTS, noise).finding is Finding.NEITHER
-    assert read([Sighting(-1.05, -1.0, -5.0)] * PROMPTS, noise).finding is Finding.NEW
+    assert read([Sighting(-3.0, -1.0, -5.0)] * TOKENS, noise).finding is Finding.NEITHER
+    assert read([Sighting(-1.05, -1.0, -5.0)] * TOKENS, noise).finding is Finding.NEW
 
 
 def test_where_engine_and_trainer_agree_to_the_last_bit_a_rounding_is_not_far():
     noise = Noise()
-    noise.learn([Sighting(-1.0, -1.0, None)] * PROMPTS)
+    noise.learn([Sighting(-1.0, -1.0, None)] * TOKENS)
     assert noise.median == 0
-    assert read([Sighting(-1.001, -1.0, -1.3)] * PROMPTS, noise).finding is Finding.NEW
-    assert read([Sighting(-1.0, -1.0, -1.0)] * PROMPTS, noise).finding is Finding.UNCLEAR
+    assert read([Sighting(-1.001, -1.0, -1.3)] * TOKENS, noise).finding is Finding.NEW
+    assert read([Sighting(-1.0, -1.0, -1.0)] * TOKENS, noise).finding is Finding.UNCLEAR
 
 
 def test_a_first_version_is_only_learnt_from():
-    assert read([Sighting(-1.0, -1.1, None)] * PROMPTS, Noise()).finding is Finding.FIRST
+    assert read([Sighting(-1.0, -1.1, None)] * TOKENS, Noise()).finding is Finding.FIRST
 
 
 def test_noise_is_that_of_the_latest_tokens():
@@ -118,8 +117,7 @@ def test_noise_is_that_of_the_latest_tokens():
 
 
 def test_prompts_are_fixed_within_the_vocabulary_and_never_shared_between_rounds():
-    rounds = [probe_prompts(number, 128, 33) for number in range(MAX_ROUNDS)]
-    assert rounds == [probe_prompts(number, 128, 33) for number in range(MAX_ROUNDS)]
-    flat = list(itertools.chain(*rounds))
-    assert len({prompt[:16] for prompt in flat}) == len(flat) == MAX_ROUNDS * PROMPTS
-    assert all(len(prompt) == 33 and min(prompt) >= 0 and max(prompt) < 128 for prompt in flat)
+    rounds = [probe_prompt(number, 128, 33) for number in range(MAX_ROUNDS)]
+    assert rounds == [probe_prompt(number, 128, 33) for number in range(MAX_ROUNDS)]
+    assert len({prompt[:16] for prompt in rounds}) == MAX_ROUNDS
+    assert all(len(prompt) == 33 and min(prompt) >= 0 and max(prompt) < 128 for prompt in rounds)

@@ -1,7 +1,6 @@
 """FleetRefit over simulated workers: its results, its errors when it stops, and the ranks in a group."""
 
 import itertools
-import math
 
 import pytest
 from refit_world import Chooser, World
@@ -56,11 +55,11 @@ def test_a_probe_fails_an_attempt_when_it_tells_the_other_version(to_new, to_oth
     world = world_at(0, attempts=2, workers=1)
     rounds = []
 
-    def score(version, completions):
-        rounds.append(len(completions))
-        if len(rounds) <= (1 if math.isnan(to_new) else 2):  # the other version is told by the second round
-            return ProbeScore([1.0 + to_new] * len(completions), [1.0 + to_other] * len(completions))
-        return World.score(world, version, completions)
+    def score(version, prompt):
+        rounds.append(prompt)
+        if len(rounds) == 1:
+            return ProbeScore([1.0 + to_new] * (len(prompt) - 1), [1.0 + to_other] * (len(prompt) - 1))
+        return World.score(world, version, prompt)
 
     world.score = score
     assert world.refit.update(1).attempts == attempts

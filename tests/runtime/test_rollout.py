@@ -93,6 +93,35 @@ def test_a_broken_answer_names_its_problem(changes, problem):
     assert problem in found
 
 
+PROMPT_LOGPROBS = [None, {"6": {"logprob": -2.5, "rank": 7}}, {"7": {"logprob": -3.5, "rank": 1}}]
+
+
+def read_prompt(**changes):
+    changes = {"usage__prompt_tokens_details__cached_tokens": 0, **changes}
+    return read_completion(encoded(**changes), REQUEST, PROMPT, Sampling(4, prompt_logprobs=True), 0.0)
+
+
+def test_log_probs_of_the_prompt_are_read_where_they_were_asked_for():
+    told = read_prompt(nvext__prompt_logprobs=PROMPT_LOGPROBS)
+    assert (told.problem, told.prompt_logprobs) == (None, (-2.5, -3.5))
+    cached = read_prompt(nvext__prompt_logprobs=PROMPT_LOGPROBS, usage__prompt_tokens_details__cached_tokens=2)
+    assert (cached.problem, cached.prompt_logprobs) == (None, ()), "what was cached has none"
+    assert read(nvext__prompt_logprobs=PROMPT_LOGPROBS).prompt_logprobs == ()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [],
+        PROMPT_LOGPROBS[:2],
+        [None, None, PROMPT_LOGPROBS[2]],
+        [None, {"8": {"logprob": -2.5}}, PROMPT_LOGPROBS[2]],
+    ],
+)
+def test_log_probs_of_another_prompt_or_of_a_part_of_it_are_none(told):
+    assert "prompt's tokens" in str(read_prompt(nvext__prompt_logprobs=told).problem)
+
+
 def test_more_tokens_than_allowed():
     assert "2 tokens generated, 1 allowed" in (read(max_tokens=1).problem or "")
 

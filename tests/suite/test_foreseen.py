@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from functional.runtime.rollout.completion import Completion
 from functional.suite.host_copy import HostCopy
 from functional.suite.models import ARITHMETIC_DIR
 from functional.suite.policy import Policy, Sample, collate
+from functional.suite.sampling_filter import SamplingFilter
 from functional.suite.trainer_rank import Foreseen
 
-PROMPTS = [(1, 2, 3, 4, 5), (9, 8, 7, 6, 5), (23, 16, 24, 34, 27)]
+PROMPT = (23, 16, 24, 34, 27, 11, 2)
 ROUNDING = 0.02
 
 
@@ -18,12 +18,9 @@ def policy():
     return Policy(ARITHMETIC_DIR)
 
 
-def completion(prompt, *tokens):
-    return Completion("r", prompt, tokens, (0.0,) * len(tokens), 1, 0, None, 0.0, 0.0, None)
-
-
-def scored(policy, tokens):
-    batch = collate([Sample(prompt, (token,), (0.0,)) for prompt, token in zip(PROMPTS, tokens, strict=True)])
+def scored(policy, prompt=PROMPT):
+    """By the path that samples are trained on: the prompt's tail as a completion."""
+    batch = collate([Sample(prompt[:1], prompt[1:], (0.0,) * (len(prompt) - 1))])
     return policy.logprobs(batch)[batch.mask].tolist()
 
 
@@ -36,40 +33,43 @@ def moved(policy):
 
 
 def test_foreseen_scores_are_those_of_both_versions(policy):
-    foreseen, tokens = Foreseen(policy), (11, 2, 30)
-    asked = [completion(prompt, token) for prompt, token in zip(PROMPTS, tokens, strict=True)]
+    foreseen = Foreseen(policy)
     foreseen.look(0)
-    assert foreseen.scores(0, asked) is None, "nothing was asked for"
-    foreseen.prompts = {prompt: row for row, prompt in enumerate(PROMPTS)}
+    assert foreseen.scores(0, PROMPT) is None, "nothing was asked for"
+    foreseen.prompt = PROMPT
     foreseen.look(0)
-    before = scored(policy, tokens)
+    before = scored(policy)
     policy.restore(moved(policy))
     foreseen.look(1)
-    after = scored(policy, tokens)
+    after = scored(policy)
     assert before != pytest.approx(after, abs=10 * ROUNDING), "the versions differ"
-    assert foreseen.scores(0, asked) == pytest.approx(before, abs=ROUNDING)
-    assert foreseen.scores(1, asked) == pytest.approx(after, abs=ROUNDING)
-    assert foreseen.scores(1, asked[::-1]) == pytest.approx(after[::-1], abs=ROUNDING)
-    assert foreseen.scores(1, [completion((1, 2), 3)]) is None
-    assert foreseen.scores(1, [completion(PROMPTS[0], 3, 4)]) is None
+    assert foreseen.scores(0, PROMPT) == pytest.approx(before, abs=ROUNDING)
+    assert foreseen.scores(1, list(PROMPT)) == pytest.approx(after, abs=ROUNDING)
+    assert foreseen.scores(1, PROMPT[:-1]) is None
     foreseen.look(2)
-    assert foreseen.scores(0, asked) is None, "two versions are kept"
-    assert foreseen.scores(1, asked) is not None
+    assert foreseen.scores(0, PROMPT) is None, "two versions are kept"
+    assert foreseen.scores(1, PROMPT) is not None
     foreseen.look(1)
-    assert foreseen.scores(2, asked) is not None, "a return to a version leaves the one it returned from"
+    assert foreseen.scores(2, PROMPT) is not None, "a return to a version leaves the one it returned from"
+
+
+def test_a_prompt_is_scored_by_the_models_own_distribution():
+    prompt = PROMPT
+    whole = scored(Policy(ARITHMETIC_DIR))
+    filtered = Policy(ARITHMETIC_DIR, temperature=0.5, kept=SamplingFilter(top_k=2))
+    assert filtered.prompt_logprobs(prompt).tolist() == pytest.approx(whole, abs=ROUNDING)
 
 
 def test_the_model_holds_other_weights_for_a_while_and_then_its_own_bits(policy):
     own = policy.snapshot()
-    tokens = (11, 2, 30)
-    before, other = scored(policy, tokens), moved(policy)
+    before, other = scored(policy), moved(policy)
     with policy.holding(other):
-        assert scored(policy, tokens) != before
+        assert scored(policy) != before
         assert all(torch.equal(policy.weights[name], tensor) for name, tensor in other.items())
     assert all(torch.equal(policy.weights[name], tensor) for name, tensor in own.items())
     with pytest.raises(KeyError), policy.holding({**other, "no.such": torch.zeros(1)}):
         pass
-    assert scored(policy, tokens) == before
+    assert scored(policy) == before
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])

@@ -64,7 +64,7 @@ def test_several_ranks_make_the_step_of_one(tmp_path, count, options, loss, rows
     probe = collate(samples(*SAMPLES[:2]))
     actions = [("train_step", (batch, loss))] * 2 + [
         ("logprobs", (probe,)),
-        ("next_logprobs", ([[5, 17], [40, 2], [7, 7]],)),
+        ("prompt_logprobs", ([5, 17, 40, 2, 7],)),
     ]
     own = Policy(ARITHMETIC_DIR, **options)
     start = {name: tensor.clone() for name, tensor in own.named_tensors()}

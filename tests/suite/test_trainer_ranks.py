@@ -70,9 +70,9 @@ def test_two_ranks_hand_out_what_one_does_gathered_once(trainer):
     assert list(before) == [name for name, *_ in layouts[0]]
     assert all(torch.equal(before[name], start[name]) for name in start)
     assert ask(two, "passes") == 1
-    prompts = [[5, 17, 3], [40, 2, 9]]
+    prompt = [5, 17, 3, 40, 2, 9]
     for ranks in (two, one):
-        ask(ranks, "foresee", prompts)
+        ask(ranks, "foresee", prompt)
         ask(ranks, "keep")
     metrics = ask(two, "train", batch, 1)
     assert metrics["loss"] == pytest.approx(ask(one, "train", batch, 1)["loss"], abs=0.01)

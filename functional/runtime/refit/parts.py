@@ -10,7 +10,7 @@ from functional.engine.wire import Manifest
 from functional.runtime.errors import RefitError
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.refit.machine import Transition
-from functional.runtime.refit.probe import PROMPTS, ProbeScore, Reading
+from functional.runtime.refit.probe import ProbeScore, Reading
 from functional.runtime.rollout.completion import Completion
 
 
@@ -61,17 +61,19 @@ class WeightSource(Protocol):
     def abort(self, reason: str) -> None:
         """Make a blocked `connect` or `send` of another thread raise."""
 
-    def score(self, version: int, completions: Sequence[Completion]) -> ProbeScore:
-        """Log-probs of the completions' tokens, one after the other, under this version and the other one held."""
+    def score(self, version: int, prompt: Sequence[int]) -> ProbeScore:
+        """Log-probs of the prompt's tokens but the first, under this version and the other one held: of the model's own
+        distribution, at temperature 1."""
 
 
 class Probe(Protocol):
-    """Samples one token after each of a round's first `count` prompts on one worker, past the admission gate.
+    """Has a worker complete a round's prompt by one token, past the admission gate, and tell the log-prob of each of
+    the prompt's tokens (`Sampling.prompt_logprobs`).
 
     Rounds count from 0, fewer than `probe.MAX_ROUNDS`. Prompts are fixed; each spans more than one cache block.
     """
 
-    def __call__(self, worker: Worker, round_number: int, count: int = PROMPTS) -> Sequence[Completion]: ...
+    def __call__(self, worker: Worker, round_number: int) -> Completion: ...
 
 
 class Replace(Protocol):
@@ -85,8 +87,7 @@ class Replace(Protocol):
 
 @dataclass(frozen=True)
 class ProbeVerdict:
-    """A worker's probe after an update: what it says; cached tokens of its first prompt before the clear, and of its
-    first round after it."""
+    """A worker's probe after an update: what it says; cached tokens of its first prompt before the clear and after."""
 
     worker: int
     reading: Reading

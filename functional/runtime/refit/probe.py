@@ -1,4 +1,4 @@
-"""Which version an engine computes with, judged by log-probs: one token after each of a few fixed prompts.
+"""Which version an engine computes with, judged by log-probs: those of the tokens of a fixed prompt.
 
 The hash proves what an engine holds; this shows what it computes with. Each token votes: by how much the engine's
 log-prob lies nearer to the trainer's under one version than under the other. An engine that has the new version, where
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-PROMPTS = 16
-"""Prompts of a round, sent together; one token is sampled after each."""
+TOKENS = 64
+"""Tokens of a round that vote, where the context has room for them: each of its prompt's but the first."""
 MAX_ROUNDS = 16
 FALSE_ALARMS = 0.001
 """The chance, at most, that an update of a sound fleet is failed by a probe: all rounds of all workers together."""
@@ -39,8 +39,8 @@ class Finding(StrEnum):
 
 @dataclass(frozen=True)
 class ProbeScore:
-    """The trainer's log-probs of a round's tokens, nats, one each: `current` under the version being sent, `previous`
-    under the other version it holds, if any."""
+    """The trainer's log-probs of a prompt's tokens but the first, nats: `current` under the version being sent,
+    `previous` under the other version it holds, if any."""
 
     current: list[float]
     previous: list[float] | None
@@ -73,7 +73,7 @@ class Sighting:
 class Noise:
     """The usual distance between engine and trainer, in nats: of this engine and this model, from its latest tokens."""
 
-    def __init__(self, kept: int = 16 * PROMPTS) -> None:
+    def __init__(self, kept: int = 16 * TOKENS) -> None:
         self._kept = kept
         self._distances: list[float] = []
 
@@ -151,12 +151,11 @@ def z_score(votes: Sequence[float]) -> float:
     return math.fsum(votes) / math.sqrt(square) if square > 0 else 0.0
 
 
-def probe_prompts(round_number: int, vocabulary: int, length: int) -> list[tuple[int, ...]]:
-    """Fixed prompts of a round (from 0): `length` token IDs below `vocabulary` each, at random.
+def probe_prompt(round_number: int, vocabulary: int, length: int) -> tuple[int, ...]:
+    """The fixed prompt of a round (from 0): `length` token IDs below `vocabulary`, at random.
 
-    What follows such a prompt is uncertain, so a small change of the weights shows: after prompts that a trained model
-    knows the answer to, versions differ a hundred times less. No two rounds share a prompt: after a prompt with one
-    likely continuation a second look would be no new evidence.
+    What follows random tokens is uncertain, so a small change of the weights shows: in prompts that a trained model
+    knows, versions differ a hundred times less. No two rounds share a prompt: the same tokens would be no new evidence.
     """
     rng = random.Random(round_number)
-    return [tuple(rng.randrange(vocabulary) for _ in range(length)) for _ in range(PROMPTS)]
+    return tuple(rng.randrange(vocabulary) for _ in range(length))

@@ -19,7 +19,6 @@ from functional.runtime.errors import RefitError
 from functional.runtime.refit.expected import ExpectedProof, NamedTensors, check_coverage
 from functional.runtime.refit.planned import PlannedSender
 from functional.runtime.refit.probe import ProbeScore
-from functional.runtime.rollout.completion import Completion
 
 T = TypeVar("T")
 
@@ -31,7 +30,7 @@ class LocalWeights:
         self,
         layout: Callable[[int], Iterable[Slot]],
         weights: Callable[[int], NamedTensors],
-        score: Callable[[int, Sequence[Completion]], ProbeScore],
+        score: Callable[[int, Sequence[int]], ProbeScore],
         config: Any,
         *,
         transport: str,
@@ -117,8 +116,8 @@ class LocalWeights:
         if self._sender is not None:
             self._sender.abort(reason)
 
-    def score(self, version: int, completions: Sequence[Completion]) -> ProbeScore:
-        return self._score(version, completions)
+    def score(self, version: int, prompt: Sequence[int]) -> ProbeScore:
+        return self._score(version, prompt)
 
     def close(self) -> None:
         """Let the transfer group go. Harmless when repeated."""

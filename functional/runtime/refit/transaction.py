@@ -8,7 +8,6 @@ after `attempts` failures the fleet goes back to the version before. Admission s
 when that fails too. docs/refit.md has the states as a diagram and the interface for a trainer.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -351,11 +350,11 @@ class FleetRefit:
     def _judge_probes(self, result: RefitResult) -> None:
         with self._step("probe", result):
             first = self._on_all(lambda worker: self._probe(worker, 0))
-            for worker, completions in zip(self.workers, first, strict=True):
-                if cached := cached_tokens(completions):
+            for worker, completion in zip(self.workers, first, strict=True):
+                if completion.cached_tokens:
                     raise RefitError(
-                        f"worker {worker.index}: {cached} cached tokens on the probe after the clear: "
-                        "the cache was not cleared"
+                        f"worker {worker.index}: {completion.cached_tokens} cached tokens on the probe after the "
+                        "clear: the cache was not cleared"
                     )
             seen = [self._judge(*sight) for sight in zip(self.workers, self._sight(self.workers, first), strict=True)]
             result.probes += [verdict for verdict, _ in seen]
@@ -407,7 +406,7 @@ class FleetRefit:
         if not self._has_prefix_cache:
             self._warmed[worker.instance_id] = 0
             return
-        cached = cached_tokens(self._probe(worker, 0, 1)) or cached_tokens(self._probe(worker, 0, 1))
+        cached = self._probe(worker, 0).cached_tokens or self._probe(worker, 0).cached_tokens
         if cached == 0:
             raise RefitError(
                 f"worker {worker.index}: a repeated probe did not hit the prefix cache; a clear would be unseen"
@@ -476,24 +475,24 @@ class FleetRefit:
             )
         return ProbeVerdict(worker.index, reading, self._warmed[worker.instance_id], 0), sightings
 
-    def _sight(self, workers: Sequence[Worker], answers: Sequence[Sequence[Completion]]) -> list[list[Sighting]]:
-        """Each worker's tokens, scored in one call of the trainer. Raises RefitError for an answer that is none."""
-        for worker, completions in zip(workers, answers, strict=True):
-            for completion in completions:
-                if completion.problem:
-                    raise RefitError(f"worker {worker.index}: probe after the update: {completion.problem}")
-        score = self._source.score(self._target, [completion for own in answers for completion in own])
-        engine = [[value for completion in own for value in completion.logprobs] for own in answers]
+    def _sight(self, workers: Sequence[Worker], answers: Sequence[Completion]) -> list[list[Sighting]]:
+        """Each worker's tokens; all answered the same prompt. Raises RefitError for an answer that is none."""
+        for worker, completion in zip(workers, answers, strict=True):
+            if completion.problem:
+                raise RefitError(f"worker {worker.index}: probe after the update: {completion.problem}")
+        score = self._source.score(self._target, answers[0].prompt_token_ids)
         other = score.previous if score.previous is not None else [None] * len(score.current)
-        scored = zip((value for own in engine for value in own), score.current, other, strict=True)
-        sightings = [[Sighting(*values) for values in itertools.islice(scored, len(own))] for own in engine]
-        if next(scored, None) is not None:
-            raise RefitError(f"trainer: {len(score.current)} scores for {sum(map(len, engine))} tokens")
-        for worker, seen in zip(workers, sightings, strict=True):
+        sightings = []
+        for worker, completion in zip(workers, answers, strict=True):
+            engine = completion.prompt_logprobs
+            if len(engine) != len(score.current):
+                raise RefitError(f"trainer: {len(score.current)} scores for {len(engine)} tokens of the probe")
+            seen = [Sighting(*values) for values in zip(engine, score.current, other, strict=True)]
             if not all(sighting.is_finite for sighting in seen):
                 raise RefitError(
                     f"worker {worker.index}: a log-prob of the probe is not finite in the engine or the trainer"
                 )
+            sightings.append(seen)
         return sightings
 
 
@@ -507,11 +506,6 @@ def check_label(worker: Worker, label: str) -> None:
     found = worker.control.call("get_weight_version").get("version")
     if found != label:
         raise RefitError(f"worker {worker.index} reports version {found!r}, expected {label!r}")
-
-
-def cached_tokens(completions: Sequence[Completion]) -> int:
-    """How many prompt tokens the engine found in its prefix cache."""
-    return sum(completion.cached_tokens for completion in completions)
 
 
 def one_line(error: BaseException) -> str:

@@ -130,7 +130,10 @@ class RolloutClient:
         if sampling.max_tokens > left:
             sampling = replace(sampling, max_tokens=left)
         body = msgspec.json.encode(request_body(self._model, prompt, sampling, instance_id))
-        bound = answer_bound(len(prompt), sampling.max_tokens, self.limits.vocab_size, self.limits.token_bytes)
+        limits = self.limits
+        bound = answer_bound(
+            len(prompt), sampling.max_tokens, limits.vocab_size, limits.token_bytes, sampling.prompt_logprobs
+        )
 
         def read(answer: bytes, sent: Sent) -> Completion:
             return read_completion(answer, sent.request_id, prompt, sampling, sent.at, sent.number)

@@ -5,6 +5,7 @@ answer's `nvext.engine_data`. The answer is decoded straight into the types belo
 that nothing here reads (token texts, alternatives); no rule goes through its tokens in Python.
 """
 
+import itertools
 import math
 import operator
 import time
@@ -35,7 +36,8 @@ class Sampling:
     """How completions are sampled. `temperature` > 0; log-probs are those of the processed distribution.
 
     `max_tokens` is cut, request by request, to what its prompt leaves of the context. instances: workers that requests
-    name in turn, where the frontend routes none by itself; empty, it chooses.
+    name in turn, where the frontend routes none by itself; empty, it chooses. prompt_logprobs: have those of the
+    prompt's tokens too, by the model's own distribution at temperature 1.
     """
 
     max_tokens: int
@@ -46,6 +48,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
     instances: tuple[int, ...] = ()
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Completion:
     """One completion. `problem` names the first rule it breaks, None when it may be trained on.
 
     token_ids and logprobs: one entry a generated token; logprobs in nats. Times in seconds since the epoch.
-    max_tokens: what this request was allowed; truncated: it ended there, not at a stop token.
+    max_tokens: what this request was allowed; truncated: it ended there, not at a stop token. prompt_logprobs, where
+    asked for: of each of the prompt's tokens but the first, in nats; empty where the engine had a part in its cache.
     """
 
     request_id: str
@@ -70,11 +74,14 @@ class Completion:
     timing: dict[str, Any] = field(default_factory=dict)
     max_tokens: int = 0
     truncated: bool = False
+    prompt_logprobs: tuple[float, ...] = ()
 
 
 def request_body(model: str, prompt: Sequence[int], sampling: Sampling, instance_id: int | None) -> dict[str, Any]:
     """A completion request; `instance_id` sends it to one worker, else the router chooses."""
     nvext: dict[str, Any] = {"extra_fields": EXTRA_FIELDS}
+    if sampling.prompt_logprobs:
+        nvext["extra_fields"] = [*EXTRA_FIELDS, "prompt_logprobs"]
     if instance_id is not None:
         nvext["backend_instance_id"] = instance_id
     body: dict[str, Any] = {
@@ -89,6 +96,8 @@ def request_body(model: str, prompt: Sequence[int], sampling: Sampling, instance
         "n": 1,
         "nvext": nvext,
     }
+    if sampling.prompt_logprobs:
+        body["prompt_logprobs"] = 0  # of the prompt's own tokens, without alternatives
     if sampling.ignore_eos:
         body["ignore_eos"] = True
     if sampling.stop_token_ids:
@@ -98,16 +107,20 @@ def request_body(model: str, prompt: Sequence[int], sampling: Sampling, instance
     return body
 
 
-def answer_bound(prompt_tokens: int, max_tokens: int, vocab_size: int, token_bytes: int) -> int:
+def answer_bound(
+    prompt_tokens: int, max_tokens: int, vocab_size: int, token_bytes: int, prompt_logprobs: bool = False
+) -> int:
     """Bytes that an answer has at most. token_bytes: of the longest token's text, in UTF-8.
 
     A token's ID comes in two lists and its log-prob in three, each at most 24 digits; its text in three strings, where
     a byte takes six characters at most (`\\u0000`), and once as a list of bytes, four characters each. The rest of what
-    names a token is less than 96 characters, and the rest of an answer less than 16 KiB.
+    names a token is less than 96 characters, and the rest of an answer less than 16 KiB. With prompt_logprobs a token
+    of the prompt has its ID, a log-prob and its rank once more.
     """
     digits = len(str(vocab_size)) + 1
+    prompt_token = digits + (2 * digits + 25 + 96 if prompt_logprobs else 0)
     texts = max(token_bytes, len("\ufffd".encode())) * (3 * 6 + 4)
-    return (16 << 10) + prompt_tokens * digits + max_tokens * (2 * digits + 3 * 25 + texts + 96)
+    return (16 << 10) + prompt_tokens * prompt_token + max_tokens * (2 * digits + 3 * 25 + texts + 96)
 
 
 class _Logprobs(msgspec.Struct):
@@ -137,11 +150,16 @@ class _WorkerId(msgspec.Struct):
     decode_worker_id: int | None = None
 
 
+class _TokenLogprob(msgspec.Struct):
+    logprob: float
+
+
 class Extension(msgspec.Struct):
     completion_token_ids: list[int] | None = None
     engine_data: _EngineData | None = None
     worker_id: _WorkerId | None = None
     timing: dict[str, Any] | None = None
+    prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -165,7 +183,9 @@ def read_completion(
     """
     answer, misshapen = decode_answer(_DECODER, _Answer, body)
     choices = answer.choices or [_Choice()]
-    asked = Asked(f"cmpl-{request_id}", request_id, prompt, sampling.max_tokens, sent_at, attempt)
+    asked = Asked(
+        f"cmpl-{request_id}", request_id, prompt, sampling.max_tokens, sent_at, attempt, sampling.prompt_logprobs
+    )
     told = Told(
         answer.id, len(choices), choices[0].finish_reason, choices[0].logprobs and choices[0].logprobs.token_logprobs
     )
@@ -198,6 +218,7 @@ class Asked:
     max_tokens: int
     sent_at: float
     attempt: int
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -235,9 +256,20 @@ def as_completion(
         timing=timing,
         max_tokens=asked.max_tokens,
         truncated=told.finish_reason == "length",
+        prompt_logprobs=prompt_logprobs(asked.prompt, nvext) if asked.prompt_logprobs and not cached_tokens else (),
     )
     problem = misshapen or find_problem(completion, asked, told, engine)
     return completion if problem is None else replace(completion, problem=problem)
+
+
+def prompt_logprobs(prompt: tuple[int, ...], nvext: Extension) -> tuple[float, ...]:
+    """Of each of the prompt's tokens but the first; one that the answer lacks is not a number."""
+    told = nvext.prompt_logprobs or []
+    missing = _TokenLogprob(math.nan)
+    return tuple(
+        (entry or {}).get(str(token), missing).logprob
+        for token, entry in itertools.zip_longest(prompt[1:], told[1 : len(prompt)])
+    )
 
 
 def find_problem(completion: Completion, asked: Asked, told: Told, engine: "_EngineData") -> str | None:
@@ -269,6 +301,8 @@ def find_problem(completion: Completion, asked: Asked, told: Told, engine: "_Eng
         return f"cut after {len(ids)} tokens, {completion.max_tokens} allowed"
     if completion.instance_id is None:
         return "the answer does not name the worker that served it"
+    if completion.prompt_logprobs and not math.isfinite(sum(completion.prompt_logprobs)):
+        return "nvext.prompt_logprobs does not hold a log-prob of each of the prompt's tokens"
     return None
 
 
