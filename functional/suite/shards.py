@@ -26,7 +26,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place in a trainer. timeout_s: of each exchange.
+    """A rank's place in a trainer. timeout_s: of each exchange; startup_s: until all ranks are there.
 
     gpus: how many GPUs the ranks take turns on, where they share them with engines; 0 where each has its own.
     """
@@ -34,6 +34,7 @@ class Place:
     rank: int = 0
     count: int = 1
     timeout_s: float = 600.0
+    startup_s: float = 600.0
     gpus: int = 0
 
 
@@ -42,6 +43,8 @@ class Shards:
 
     def __init__(self, place: Place, device: torch.device, store: TCPStore) -> None:
         """store: where the ranks meet, on their one node. Raises torch's RuntimeError when one does not come."""
+        store.set(f"here/{place.rank}", "1")
+        store.wait([f"here/{rank}" for rank in range(place.count)], timedelta(seconds=place.startup_s))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # else gloo goes by the name of the host
         dist.init_process_group(
             BACKENDS[device.type],

@@ -50,7 +50,7 @@ class OtherRank:
         """This rank's part of what all do. The first call is `form`, with the port where the ranks meet."""
         if method == "form":
             (port,) = arguments
-            self._own = TrainerRank(*self._arguments, join_store(LOOPBACK, port, self._arguments[-1].timeout_s))
+            self._own = TrainerRank(*self._arguments, join_store(LOOPBACK, port, self._arguments[-1].startup_s))
         else:
             getattr(self._own, method)(*arguments)
 
@@ -80,7 +80,7 @@ class Trainer:
         timeout_s = recipe.policy.generation.dynamo_cfg.control_timeout_s
         self._others = Others(others, timeout_s)
         if others:
-            meeting = Rendezvous(LOOPBACK, 0, timeout_s)
+            meeting = Rendezvous(LOOPBACK, 0, recipe.policy.generation.dynamo_cfg.startup_timeout_s)
             with self._others.beside("form", meeting.port):
                 self._own = TrainerRank(recipe, model_dir, resumed, place or Place(), meeting.store)
         else:
@@ -338,8 +338,9 @@ class TrainerRanks:
         self, recipe: Recipe, model_dir: Path, resumed: Path | None, options: Mapping[str, Any], gpus: int
     ) -> None:
         """Starts them. options: of Ray, for each actor; gpus: as in `Place`."""
-        timeout_s = recipe.policy.generation.dynamo_cfg.control_timeout_s
-        places = [Place(rank, recipe.trainer_ranks, timeout_s, gpus) for rank in range(recipe.trainer_ranks)]
+        dynamo, count = recipe.policy.generation.dynamo_cfg, recipe.trainer_ranks
+        deadlines = dynamo.control_timeout_s, dynamo.startup_timeout_s
+        places = [Place(rank, count, *deadlines, gpus) for rank in range(count)]
         other: Any = OtherRank
         first: Any = Trainer
         self.others = [other.options(**options).remote(recipe, model_dir, resumed, place) for place in places[1:]]
