@@ -1,7 +1,8 @@
 """Patch of vLLM 0.23.0: ranks of an engine that share a GPU, which vLLM gives one each. A test topology only.
 
 In force where `VLLM_RANK_DEVICES` names a visible device for each rank, `0,0`. The ranks' collectives need an NCCL that
-lets several ranks use a device, and vLLM's own all-reduce turned off, which maps the memory of other devices.
+lets several ranks use a device. Those that map the memory of other devices are off: vLLM's own all-reduce by a flag,
+torch's symmetric memory here.
 """
 
 import importlib
@@ -36,6 +37,7 @@ def apply() -> None:
         finally:
             accelerator.device_count = count
 
+    os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
     setattr(init_device, "shares_devices", True)  # noqa: B010 (a function has no such field to mypy)
     worker.init_device = init_device
 
