@@ -67,9 +67,10 @@ class NodeOwner:
     Its calls run side by side. When it ends, however that may be, its workers' guards end them.
     """
 
-    def __init__(self, devices: tuple[str, ...] | None = None) -> None:
-        """devices: the workers' GPUs; those that Ray reserved for this actor, if not given."""
-        self._given = devices
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        """devices: the workers' GPUs, which Ray has reserved for the run, one engine's after the other's; none where
+        they are virtual, or shared with the trainer."""
+        self._own = devices
         self._workers: dict[int, WorkerProcess] = {}
         self._servers: dict[int, HttpServer] = {}
         self._ports: PortRange | None = None
@@ -154,9 +155,8 @@ class NodeOwner:
         recipe, size = settings.recipe, settings.recipe.devices_per_engine
         if recipe.cluster.device == "cpu":
             return [()] * engines
-        own = ray.get_gpu_ids() if self._given is None else self._given
         shared = [device_of(number, settings.gpus) for number in range(engines * size)] if settings.gpus else None
-        ids = list(map(str, own if shared is None else shared))
+        ids = list(map(str, self._own if shared is None else shared))
         return [tuple(ids[number * size : (number + 1) * size]) for number in range(engines)]
 
 

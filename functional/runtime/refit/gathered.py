@@ -38,7 +38,8 @@ class GatheredWeights:
         self._say(_GATHER)
         whole = self._gathered()
         try:
-            yield from whole
+            for named in whole:  # not `yield from`, which would end it with this one
+                yield named
         finally:
             for _ in whole:
                 pass
