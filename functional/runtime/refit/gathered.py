@@ -38,7 +38,7 @@ class GatheredWeights:
         self._say(_GATHER)
         whole = self._gathered()
         try:
-            for named in whole:  # not `yield from`, which would end it with this one
+            for named in whole:  # noqa: UP028 (`yield from` would end it with this one)
                 yield named
         finally:
             for _ in whole:
