@@ -1,7 +1,7 @@
 """Patch of vLLM 0.23.0: experts on a CPU without a kernel for them (x86 without AVX-512).
 
-There vLLM computes them by torch, and makes the activation's layer anew in every forward pass. No layer can be made then:
-there is no configuration. The layer's function needs none.
+There vLLM computes them by torch, and makes the activation's layer anew in every forward pass, where no layer can be
+made: there is no configuration. The layer's function needs none.
 """
 
 import importlib
