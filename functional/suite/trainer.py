@@ -19,7 +19,7 @@ from functional.engine.group import Rendezvous, join_store
 from functional.engine.plan_wire import Verdict
 from functional.engine.proof import EngineProof
 from functional.engine.wire import Manifest
-from functional.runtime.errors import ProcessDiedError, RefitError
+from functional.runtime.errors import ProcessDiedError, RefitError, RunError
 from functional.runtime.recipe.environment import LOOPBACK
 from functional.runtime.recipe.model import Recipe
 from functional.runtime.refit.expected import NamedTensors
@@ -356,8 +356,12 @@ class TrainerRanks:
             raise ProcessDiedError(f"trainer rank {rank} of {1 + len(self._lives)}: its process is gone")
 
     def pids(self) -> dict[str, list[int]]:
-        """Process ids by name, once all ranks are up."""
-        asked = ray.get([actor.pid.remote() for actor in (self.first, *self.others)], timeout=GRACE_S)
+        """Process ids by name, once all ranks are up. Raises RunError for one that is gone."""
+        try:
+            asked = ray.get([actor.pid.remote() for actor in (self.first, *self.others)], timeout=GRACE_S)
+        except RayError as error:
+            self.check()
+            raise RunError(f"trainer: {brief(error)}") from error
         return {f"trainer-{rank}": [pid] for rank, pid in enumerate(asked)}
 
     def close(self) -> None:
