@@ -7,7 +7,7 @@ part of whatever all do together.
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class Trainer:
                 self._own = TrainerRank(recipe, model_dir, resumed, place or Place(), meeting.store)
         else:
             self._own = TrainerRank(recipe, model_dir, resumed, place or Place())
-        self._passes: list[Iterator[Any]] = []
+        self._calls = threading.local()
         self._weights = FaultyWeights(
             self._own.layout,
             self._tensors,
@@ -155,11 +155,14 @@ class Trainer:
 
     def weights(self, method: str, *arguments: Any) -> Any:
         """Call a method of the weight source."""
+        passes: list[Generator[Any, None, None]] = []
+        self._calls.passes = passes
         try:
             return getattr(self._weights, method)(*arguments)
         finally:
-            if method != "abort":
-                self._end_passes()
+            # A send that failed leaves its pass through the weights half done, and the other ranks in the midst of it.
+            for one in passes:
+                one.close()
 
     def _together(self, method: str, *arguments: Any) -> Any:
         """What every rank does; the first one's answer."""
@@ -169,18 +172,12 @@ class Trainer:
     def _tensors(self, version: int) -> NamedTensors:
         if not self._others:
             return self._own.tensors(version)
-        self._passes.append(one := self._gathering(version))
+        self._calls.passes.append(one := self._gathering(version))
         return one
 
-    def _gathering(self, version: int) -> Iterator[tuple[str, Any]]:
+    def _gathering(self, version: int) -> Generator[tuple[str, Any], None, None]:
         with self._others.beside("follow", version):
             yield from self._own.tensors(version)
-
-    def _end_passes(self) -> None:
-        """A send that failed leaves its pass through the weights half done, and the other ranks in the midst of it."""
-        passes, self._passes = self._passes, []
-        for one in passes:
-            one.close()  # type: ignore[attr-defined]
 
     def _score(self, version: int, prompt: Sequence[int]) -> ProbeScore:
         own = self._own

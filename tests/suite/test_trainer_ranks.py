@@ -50,12 +50,17 @@ def ask(ranks, method, *arguments):
 def tensors(ranks, version, most=None):
     """What the weight source is given, up to so many."""
 
-    def taken(own):
-        named = own._tensors(version)
+    def taken(trainer):
+        class Source:
+            def take(self):
+                named = trainer._tensors(version)
+                return {name: tensor.clone() for _, (name, tensor) in zip(range(most or 10**6), named, strict=False)}
+
+        weights, trainer._weights = trainer._weights, Source()
         try:
-            return {name: tensor.clone() for _, (name, tensor) in zip(range(most or 10**6), named, strict=False)}
+            return trainer.weights("take")
         finally:
-            own._end_passes()
+            trainer._weights = weights
 
     return ray.get(ranks.first.__ray_call__.remote(taken), timeout=60)
 
