@@ -24,7 +24,7 @@ fetch: ready
 	@$(BUILD) fetch
 
 image: ready
-	@$(BUILD) image
+	@$(BUILD) image $(LEAN)
 
 push: ready
 	@$(BUILD) push $(IMAGE)

@@ -37,7 +37,7 @@ PHASES: dict[str, str] = {
     "clear": "a call a worker",
     "commit": "two calls a worker",
     "resume": "a call a worker",
-    "probe": "a request a worker: the log-probs of a prompt of 65 tokens",
+    "probe": "log-probs of the tokens of a prompt, one request; or of one token after each of 16 prompts",
 }
 """In the order of an update, and what bounds each."""
 AROUND = {
@@ -132,6 +132,7 @@ def summary(results: list[dict[str, Any]]) -> dict[str, list[str]]:
     cells = {"bytes sent": [f"{result['about']['bytes'] / 1e9:.3f} GB" for result in results]}
     cells["proof"] = [result["about"]["proof"] for result in results]
     cells["by plan"] = ["yes" if result["about"].get("by_plan") else "no" for result in results]
+    cells["requests of a probe, a worker"] = [str(result["about"].get("probe_requests", 16)) for result in results]
     cells["processors; load average of 5 minutes at the end"] = [
         f"{result['about']['processors']}; {result['about']['load']:.1f}" for result in results
     ]

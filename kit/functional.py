@@ -17,8 +17,8 @@ from kit.container_init import Mount
 from kit.errors import KitError, UsageError
 from kit.files import sha256_of
 from kit.layout import REPO, Release, only_run, release, scratch_folder
-from kit.record import FunctionalSection, Record, add_section, read_record
-from kit.release_facts import write_facts
+from kit.record import FunctionalSection, JobFacts, Record, add_section, read_record
+from kit.release_facts import FACTS, write_facts
 from kit.report import read_report
 from kit.run import Container, Ended, check_squashfs, parse_env, parse_mount, run_container
 from kit.steps import say
@@ -69,7 +69,7 @@ def run_functional(
             shutil.rmtree(left, ignore_errors=True)
         results = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=made.folder))
         try:
-            write_facts(record, results)
+            write_facts(record, results / FACTS)
             say(f"running the suite in {made.sqsh.name}; its log goes to {made.functional}/logs at the end")
             ended = run_container(_container(made, results, recipes, overrides, asked, variables), engine)
             record_results(made, record, results, ended)
@@ -110,7 +110,7 @@ def adopt_functional(name: str, other: Path) -> int:
             status = {"passed": 0, "failed": 1, "error": 2}[theirs.functional.status]
             if why := _unfit(Ended(status, interrupted=False), results):
                 raise KitError(f"{other}: {why}", "run it there again")
-            section = _section(record, results, made, status)
+            section = _section(record, results, made, status, theirs.functional.job)
             if section.model_dump(exclude={"time"}) != theirs.functional.model_dump(exclude={"time"}):
                 raise KitError(f"{other}: the report is not the one that its record names", "bring it again")
             if read_report(results / "report.json").image_digest != record.image.digest:
@@ -123,12 +123,12 @@ def adopt_functional(name: str, other: Path) -> int:
     return status
 
 
-def record_results(made: Release, record: Record, results: Path, ended: Ended) -> None:
+def record_results(made: Release, record: Record, results: Path, ended: Ended, job: JobFacts | None = None) -> None:
     """Move the suite's files to the release and add them to its record; those that are no results are kept apart."""
     if why := _unfit(ended, results):
         _move(results, _incomplete(made))
         raise KitError(why, f"what the suite wrote is in {_incomplete(made)}; earlier results stay")
-    section = _section(record, results, made, ended.status)
+    section = _section(record, results, made, ended.status, job)
     _move(results, made.functional)
     add_section(made.record, section, replace=True)
     say(f"suite {section.status}: {section.passed} passed, {section.failed} failed, {section.skipped} skipped")
@@ -207,7 +207,9 @@ def _unfit(ended: Ended, results: Path) -> str | None:
     return None
 
 
-def _section(record: Record, results: Path, made: Release, status: int) -> FunctionalSection:
+def _section(
+    record: Record, results: Path, made: Release, status: int, job: JobFacts | None = None
+) -> FunctionalSection:
     assert record.sqsh is not None
     counts = count_results(results / "junit.xml")
     outcome: Literal["passed", "failed", "error"] = "passed" if status == 0 else "failed" if status == 1 else "error"
@@ -221,6 +223,7 @@ def _section(record: Record, results: Path, made: Release, status: int) -> Funct
         failed=counts.failed,
         skipped=counts.skipped,
         pages={name: sha256_of(results / name) for name in PAGES if (results / name).is_file()},
+        job=job,
     )
 
 

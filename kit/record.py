@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
 from kit.errors import KitError
 from kit.files import write_atomic
@@ -70,6 +70,17 @@ class SqshSection(Section):
         return self.source_digest
 
 
+class JobFacts(BaseModel):
+    """The Slurm job that the suite ran as."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    nodes: str = Field(description="As Slurm writes them: node[1-2].")
+    backend: str = Field(description="What ran the container: pyxis, enroot, oci or runner.")
+    seconds: dict[str, NonNegativeFloat] = Field(description="From submission to the start of each phase.")
+
+
 class FunctionalSection(Section):
     path: str = Field(description="report.json, relative to the record's folder.")
     sha256: Sha256
@@ -80,6 +91,7 @@ class FunctionalSection(Section):
     failed: NonNegativeInt
     skipped: NonNegativeInt
     pages: dict[str, Sha256] = Field(default_factory=dict, description="Pages for people beside it, by file name.")
+    job: JobFacts | None = Field(None, description="None for a run on this machine.")
 
     @property
     def subject(self) -> str:

@@ -14,16 +14,17 @@ from kit.record import Record
 FACTS = "release.json"
 
 
-def write_facts(record: Record, folder: Path) -> None:
-    """Put the file into the folder that a run's results go to, before it starts."""
+def write_facts(record: Record, path: Path, hashed: str = "right before the run") -> None:
+    """For the folder that a run's results go to, before it starts. `hashed`: when the squashfs was, for people."""
     facts = {
         "commit": record.image.commit,
         "image_digest": record.image.digest,
         "inputs": record.image.inputs,
         "reference": record.push.reference if record.push else None,
         "sqsh_sha256": record.sqsh.sha256 if record.sqsh else None,
+        "sqsh_hashed": hashed,
     }
-    write_atomic(folder / FACTS, json.dumps(facts, indent=2) + "\n")
+    write_atomic(path, json.dumps(facts, indent=2) + "\n")
 
 
 def checked_out_commit() -> str | None:

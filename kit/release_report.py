@@ -74,7 +74,7 @@ def report_release(name: str, history: Path | None = None) -> ReleaseReport:
         layers=_layers(made, record),
         image_size=record.image.size,
         sqsh_size=record.sqsh.size if record.sqsh else None,
-        seconds={**(nights[-1].seconds if nights else {}), **suite_seconds(suite)},
+        seconds={**(nights[-1].seconds if nights else {}), **_job_seconds(record), **suite_seconds(suite)},
         nights=nights,
         earlier=_earlier(made),
         status=record.functional.status if record.functional else "not run",
@@ -122,8 +122,15 @@ def _chain(record: Record) -> list[Link]:
         return links
     told = _same(suite.sqsh_sha256, sqsh.sha256 if sqsh else "")
     counted = f"{suite.status}, {suite.passed} passed, {suite.failed} failed"
-    links.append(Link("run", counted, told, "the squashfs it ran in"))
+    where = f", as Slurm job {suite.job.id} on {suite.job.nodes} by {suite.job.backend}" if suite.job else ""
+    links.append(Link("run", counted, told, f"the squashfs it ran in{where}"))
     return links
+
+
+def _job_seconds(record: Record) -> dict[str, float]:
+    """Of a suite that ran as a job: from submission to each phase."""
+    job = record.functional.job if record.functional else None
+    return {f"job until: {phase}": seconds for phase, seconds in job.seconds.items()} if job else {}
 
 
 def _same(one: str, other: str) -> State:

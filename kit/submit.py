@@ -19,6 +19,8 @@ from kit.errors import KitError, UsageError
 from kit.functional import COMMAND, WORK_PREFIX, checked_release, data_mounts, record_results
 from kit.layout import Release, only_run, release
 from kit.preflight import Asked, check_before
+from kit.record import JobFacts, Record
+from kit.release_facts import write_facts
 from kit.run import Ended
 from kit.state import REPO
 from kit.steps import say, seconds_text
@@ -58,7 +60,8 @@ def submit_suite(wanted: Wanted, *, check: bool, dry_run: bool, as_json: bool) -
     with only_run(f"submit-{wanted.name}"):
         record = checked_release(made)
         asked.logs.mkdir(parents=True, exist_ok=True)  # without it the job would end before its first line
-        number = run(list(asked.sbatch), env=asked.environment, timeout_s=slurm.TIMEOUT_S).stdout.split(";")[0].strip()
+        environment = {**asked.environment, "RELEASE_FACTS": str(_facts(record, asked.logs))}
+        number = run(list(asked.sbatch), env=environment, timeout_s=slurm.TIMEOUT_S).stdout.split(";")[0].strip()
         logs = asked.logs / f"{number}-logs"
         say(f"job {number}: logs in {logs}; it goes on if this command ends; scancel {number} ends it")
         ended = _followed(number, logs)
@@ -66,7 +69,9 @@ def submit_suite(wanted: Wanted, *, check: bool, dry_run: bool, as_json: bool) -
             print(json.dumps({**vars(ended), "logs": str(logs), "phases": list(_phases(logs))}, indent=2))
         results = _copied(made, logs / "results")
         try:
-            record_results(made, record, results, Ended(ended.status, interrupted=ended.signal > 0))
+            _see_unchanged(made, record)
+            facts = _job_facts(ended, logs, asked.environment["CONTAINER_BACKEND"])
+            record_results(made, record, results, Ended(ended.status, interrupted=ended.signal > 0), facts)
         except KitError as error:
             if ended.status == 0:
                 raise
@@ -74,6 +79,30 @@ def submit_suite(wanted: Wanted, *, check: bool, dry_run: bool, as_json: bool) -
         finally:
             shutil.rmtree(results, ignore_errors=True)
     return ended.status
+
+
+def _facts(record: Record, logs: Path) -> Path:
+    """Where the job finds what the host knows of the release. It may start after this command has ended, so the file
+    stays; one a squashfs."""
+    assert record.sqsh is not None
+    path = logs / f"release-{record.sqsh.sha256[:12]}.json"
+    write_facts(record, path, "before the job was submitted")
+    return path
+
+
+def _see_unchanged(made: Release, record: Record) -> None:
+    """Raises KitError where another squashfs lies there now: nobody knows which of the two the job ran in."""
+    now = checked_release(made).sqsh
+    if now is None or record.sqsh is None or now.sha256 != record.sqsh.sha256:
+        raise KitError(f"{made.sqsh} was made anew while the job ran", "submit it again")
+
+
+def _job_facts(job: slurm.Job, logs: Path, backend: str) -> JobFacts:
+    """With the seconds from submission to each phase, where it came first."""
+    phases = list(_phases(logs))
+    began = phases[0]["at"] if phases else 0.0
+    seconds = {phase["phase"]: round(max(phase["at"] - began, 0.0), 2) for phase in reversed(phases)}
+    return JobFacts(id=job.id, nodes=job.nodes, backend=backend, seconds=dict(reversed(seconds.items())))
 
 
 def _asked(wanted: Wanted) -> Asked:

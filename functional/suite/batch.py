@@ -8,6 +8,7 @@ import torch
 from functional.runtime.errors import RunError
 from functional.runtime.recipe.model import GrpoConfig
 from functional.runtime.rollout.completion import Completion
+from functional.runtime.rollout.records import RolloutRecord
 from functional.suite.grpo import advantages, clipped
 from functional.suite.policy import Sample
 from functional.suite.tasks import Prompt, Task
@@ -30,6 +31,15 @@ class RolloutBatch:
         known = [reward for reward in self.rewards if reward is not None]
         return sum(known) / len(known) if known else float("nan")
 
+    def accepted(self) -> list[tuple[Completion, float]]:
+        """Completions that may be trained on, with their advantages. Raises RunError when there are none."""
+        paired = zip(self.completions, self.advantages, strict=True)
+        found = [(completion, advantage) for completion, advantage in paired if advantage is not None]
+        if not found:
+            reasons = {c.problem for c in self.completions}
+            raise RunError(f"no sample of the step may be trained on: {'; '.join(sorted(filter(None, reasons)))}")
+        return found
+
     @property
     def truncated(self) -> int:
         """How many samples ended at their limit, not at a stop token."""
@@ -37,15 +47,7 @@ class RolloutBatch:
 
     def samples(self) -> list[Sample]:
         """What the trainer learns from: accepted samples only. Raises RunError when there are none."""
-        accepted = [
-            Sample(c.prompt_token_ids, c.token_ids, c.logprobs, advantage)
-            for c, advantage in zip(self.completions, self.advantages, strict=True)
-            if advantage is not None
-        ]
-        if not accepted:
-            reasons = {c.problem for c in self.completions}
-            raise RunError(f"no sample of the step may be trained on: {'; '.join(sorted(filter(None, reasons)))}")
-        return accepted
+        return [Sample(c.prompt_token_ids, c.token_ids, c.logprobs, advantage) for c, advantage in self.accepted()]
 
 
 def score(prompts: Sequence[Prompt], completions: list[Completion], task: Task, config: GrpoConfig) -> RolloutBatch:
@@ -75,3 +77,32 @@ def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> lis
         found = advantages(row, config.normalize_rewards, config.use_leave_one_out_baseline)
         scored += clipped(found, config.advantage_clip_low, config.advantage_clip_high)[0].tolist()
     return scored
+
+
+def rollout_records(batch: RolloutBatch, run: str, step: int, generations: int) -> list[RolloutRecord]:
+    """A record a sample, as many of a group as `generations`."""
+    return [
+        RolloutRecord(
+            run=run,
+            step=step,
+            group=index // generations,
+            rollout=index,
+            attempt=completion.attempt,
+            policy_version=-1 if completion.policy_version is None else completion.policy_version,
+            request_id=completion.request_id,
+            instance_id=completion.instance_id,
+            sent_at=completion.sent_at,
+            answered_at=completion.answered_at,
+            prompt_token_ids=completion.prompt_token_ids,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            max_tokens=completion.max_tokens,
+            truncated=completion.truncated,
+            reward=batch.rewards[index],
+            advantage=batch.advantages[index],
+            accepted=completion.problem is None,
+            reason=completion.problem,
+            last_version=completion.last_version,
+        )
+        for index, completion in enumerate(batch.completions)
+    ]

@@ -64,11 +64,21 @@ def check_rollouts(
 
 
 def check_step(
-    checks: Checklist, step: int, batch: RolloutBatch, metrics: dict[str, float], thresholds: Thresholds
+    checks: Checklist,
+    step: int,
+    batch: RolloutBatch,
+    metrics: dict[str, float],
+    thresholds: Thresholds,
+    may_span: bool = False,
 ) -> None:
     """Engine and trainer agree before the step, as far as the model's own rounding lets them, and the step moves the
-    policy: by more than their noise, or it is said that this cannot be told."""
-    check_agreement(checks, f"step{step}", metrics, thresholds)
+    policy: by more than their noise, or it is said that this cannot be told.
+
+    may_span: a sample may have tokens of several versions, of which no trainer has the log-probs; where all of a step
+    are such, nothing is compared.
+    """
+    if metrics["judged_tokens"] or not may_span:
+        check_agreement(checks, f"step{step}", metrics, thresholds)
     if "filter_flips" in metrics:
         check_flips(checks, f"step{step}", metrics)
     noise, shift = metrics["logp_noise"], metrics["logp_shift"]
@@ -90,15 +100,20 @@ def check_agreement(checks: Checklist, name: str, metrics: dict[str, float], thr
     error, error_bound = metrics["token_mult_prob_error"], thresholds.token_mult_prob_error
     noise, noise_bound = metrics["logp_noise"], thresholds.logprob_noise
     source = f"{metrics['logp_rounding']:.5f} nats of the trainer's own rounding"
+    judged = metrics["judged_tokens"] > 0
     error_bound = error_bound or metrics["token_mult_prob_error_bound"]
     checks.add(
-        f"{name}.token_mult_prob_error", error <= error_bound, f"{error:.4f} (at most {error_bound:.4f})", value=error
+        f"{name}.token_mult_prob_error",
+        judged and error <= error_bound,
+        f"{error:.4f} (at most {error_bound:.4f})",
+        value=error,
     )
     noise_bound = noise_bound or metrics["logp_noise_bound"]
     checks.add(
         f"{name}.logprobs_agree",
-        noise <= noise_bound,
-        f"mean |trainer − engine| {noise:.5f} nats (at most {noise_bound:.5f}; {source})",
+        judged and noise <= noise_bound,
+        f"mean |trainer − engine| {noise:.5f} nats over {metrics['judged_tokens']:.0f} tokens (at most "
+        f"{noise_bound:.5f}; {source})",
         noise=noise,
         bound=noise_bound,
     )

@@ -12,20 +12,24 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.fleet.programs import Programs, find_programs
 from functional.runtime.recipe.load import RecipeError
+from functional.runtime.recipe.model import Recipe
 from functional.runtime.recipe.options import shown_options
 from functional.runtime.recipe.rules import TOOL_DATA, find_unsendable, find_warnings
 from functional.suite.agent_session import AgentSession
+from functional.suite.async_session import AsyncSession
 from functional.suite.cluster import check_devices
 from functional.suite.hardware import read_hardware
 from functional.suite.leftovers import drop_memory, find_leftovers
 from functional.suite.pages.render import write_pages
 from functional.suite.preflight import Prepared, prepare
 from functional.suite.report import EngineOption, Report, read_release, write_atomically, write_report
+from functional.suite.reserve import Reserve, is_full
 from functional.suite.session import Session, interrupt
 from functional.suite.versions import read_versions
 
@@ -65,17 +69,16 @@ def run(
         programs = find_programs()
         check_devices(prepared.recipe)
         report = begin_report(prepared, programs)
+        log_dir, reserve = prepare_out(out, report)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    log_dir = make_folders(out)
-    write_atomically(out / "recipe.json", json.dumps(report.recipe, indent=2) + "\n")
     if session_type is None:
-        session_type = AgentSession if prepared.recipe.data.dataset_name == TOOL_DATA else Session
+        session_type = find_session_type(prepared.recipe)
     session = session_type(prepared, report, out, run_dir)
     for warning in report.warnings:
         session.say(f"warning: {warning}")
-    failure, is_bad_input = carry_out(session, programs, log_dir)
+    failure, is_bad_input = carry_out(session, programs, log_dir, reserve)
     shutil.rmtree(run_dir, ignore_errors=True)
     left = find_leftovers(run_dir, session.ports, session.worker_folders, drop_memory(session.memory))
     leftovers = [*session.remains, *left]
@@ -93,6 +96,13 @@ def run(
     return 0 if report.status == "passed" else 1
 
 
+def find_session_type(recipe: Recipe) -> type[Session]:
+    """Of training, as the recipe asks for it."""
+    if recipe.data.dataset_name == TOOL_DATA:
+        return AgentSession
+    return AsyncSession if recipe.grpo.async_grpo.enabled else Session
+
+
 def begin_report(prepared: Prepared, programs: Programs) -> Report:
     """The report of a run with these inputs. Raises ConfigError when the image is damaged."""
     recipe = prepared.recipe
@@ -108,6 +118,18 @@ def begin_report(prepared: Prepared, programs: Programs) -> Report:
     return report
 
 
+def prepare_out(out: Path, report: Report) -> tuple[Path, Reserve]:
+    """The folder for logs, and what is kept free for the end. Raises ConfigError where `out` cannot be written to."""
+    try:
+        log_dir = make_folders(out)
+        reserve = Reserve(out)
+        write_atomically(out / "recipe.json", json.dumps(report.recipe, indent=2) + "\n")
+    except OSError as error:
+        where = error.filename or out
+        raise ConfigError(f"{where}: {error.strerror}: name a folder with room, to write to, as --out") from error
+    return log_dir, reserve
+
+
 def make_folders(out: Path) -> Path:
     """Make `out` with an empty folder for logs, and remove an earlier run's files; returns the folder for logs."""
     out.mkdir(parents=True, exist_ok=True)
@@ -121,7 +143,7 @@ def make_folders(out: Path) -> Path:
     return log_dir
 
 
-def carry_out(session: Session, programs: Programs, log_dir: Path) -> tuple[str | None, bool]:
+def carry_out(session: Session, programs: Programs, log_dir: Path, reserve: Reserve) -> tuple[str | None, bool]:
     """Run the session and take it down. Returns why it ended early, if it did, and whether its input is the cause."""
     recipe = session.recipe
     try:
@@ -129,11 +151,16 @@ def carry_out(session: Session, programs: Programs, log_dir: Path) -> tuple[str 
     except RunError as fault:
         return recipe.scrub(str(fault)), isinstance(fault, ConfigError)
     except Exception as unexpected:
-        (log_dir / "driver.log").write_text(recipe.scrub(traceback.format_exc()), encoding="utf-8")
+        reserve.give_back()
+        with suppress(OSError):
+            (log_dir / "driver.log").write_text(recipe.scrub(traceback.format_exc()), encoding="utf-8")
         what = recipe.scrub(f"{type(unexpected).__name__}: {' '.join(str(unexpected).split())[:500]}")
+        if is_full(unexpected):
+            what = f"a disk is full ({what}): df -h {session.out} {session.run_dir}"
         return f"{what} (traceback in {log_dir}/driver.log)", False
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end below is bounded, and must not be cut short
+        reserve.give_back()
         session.say("taking the run down")
         session.close()
     return None, False

@@ -46,6 +46,7 @@ class Case:
 
 LONG = ("policy.generation.max_new_tokens=64",)
 HELD = ("faults.pause_send_version=1",)
+AHEAD = ("grpo.async_grpo.enabled=true", "grpo.max_num_steps=4")
 RANKS = (
     "policy.generation.vllm_cfg.tensor_parallel_size=2",
     "policy.generation.colocated.resources.gpus_per_node=2",
@@ -62,6 +63,7 @@ CASES = {
     "trainer-rank-killed-mid-transfer": Case(
         "trainer-1", "refit 1: transfer", GONE, overrides=HELD + TRAINERS, delay_s=2
     ),
+    "worker-killed-ahead": Case("worker-0", "step 3: generating", None, 0, LONG + AHEAD, delay_s=0),
     "etcd-killed": Case("etcd", "step 1: generating", "etcd was killed by SIGKILL", overrides=LONG),
     "nats-killed": Case("nats-server", "step 1: generating", "nats-server was killed by SIGKILL", overrides=LONG),
     "frontend-killed": Case("frontend", "step 1: generating", "frontend was killed by SIGKILL", overrides=LONG),

@@ -7,6 +7,7 @@ their value is never read. Names follow NeMo RL's recipe keys `loss_fn.*` and `g
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,10 +71,31 @@ def batch_mean(values: Tensor, mask: Tensor, token_level: bool, tokens: int | No
     return masked_mean(per_sample, present, samples)
 
 
-def importance_weight(old_logp: Tensor, generation_logp: Tensor, cap: float | None) -> Tensor:
-    """min(exp(old - generation), cap), [B, T]: corrects for tokens drawn by an engine that is not quite the trainer."""
-    weight = torch.exp(old_logp - generation_logp)
-    return weight if cap is None else weight.clamp(max=cap)
+def importance_weight(
+    old_logp: Tensor,
+    generation_logp: Tensor,
+    mask: Tensor,
+    kind: str | None = None,
+    low: float | None = None,
+    high: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Weights that correct for tokens drawn by an engine that is not quite the trainer, or by an older policy, and what
+    lay outside [low, high]; None leaves a side open.
+
+    The weight of a token is w = exp(old - generation), [B, T]. By kind: `tis`, or None: w cut off at the bounds;
+    `icepop`: w, or 0 where w lies outside; `seq-mask-tis`: w as it is, or 0 for a sample of which the geometric mean
+    of w lies outside. -> weights [B, T], outside [B, T] bool; of `seq-mask-tis` outside [B]. Raises KeyError.
+    """
+    low, high = low or 0.0, math.inf if high is None else high
+    log_weight = clean(old_logp - generation_logp, mask)
+    weight, nothing = torch.exp(log_weight), torch.zeros_like(log_weight)
+    if kind == "seq-mask-tis":
+        mean = torch.exp(log_weight.sum(-1) / mask.sum(-1).clamp(min=1))
+        outside = (mean < low) | (mean > high)
+        return torch.where(outside[:, None], nothing, weight), outside
+    outside = (weight < low) | (weight > high)
+    cut_off = weight.clamp(low, high)
+    return {None: cut_off, "tis": cut_off, "icepop": torch.where(outside, nothing, weight)}[kind], outside
 
 
 def kl_estimate(
@@ -116,13 +138,14 @@ def clipped_loss(
     samples: int | None = None,
     whole_logp: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The clipped objective times the truncated importance weight, to be minimised, and its metrics.
+    """The clipped objective times the importance weight, to be minimised, and its metrics.
 
     logp [B, T]: the current policy's, with gradient; old_logp [B, T]: the trainer's before the step;
     generation_logp [B, T]: the engine's; advantage [B] or [B, T]; mask [B, T] bool: true at completion tokens.
     reference_logp, whole_logp [B, T]: of the model's whole distribution, by the reference and, with gradient, by the
     current policy (logp, if not given), where the others are of what a sampling filter leaves.
     tokens, samples: the whole batch's counts when this is a micro-batch of it (see batch_mean).
+    importance_capped_fraction: of the tokens, or by `seq-mask-tis` of the samples, outside the weight's bounds.
     Raises ValueError for shapes that do not fit, a log-prob that is not finite, or a KL penalty without reference_logp.
     """
     if advantage.ndim == 1:
@@ -141,10 +164,15 @@ def clipped_loss(
     ratio = torch.exp(logp - old_logp)
     clipped = ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max)
     objective = torch.minimum(advantage * ratio, advantage * clipped)
-    raw_weight = importance_weight(old_logp, generation_logp, None)
-    weight = torch.ones_like(ratio)
-    if config.use_importance_sampling_correction:
-        weight = importance_weight(old_logp, generation_logp, config.truncated_importance_sampling_ratio)
+    corrected, outside = importance_weight(
+        old_logp,
+        generation_logp,
+        mask,
+        config.truncated_importance_sampling_type,
+        config.truncated_importance_sampling_ratio_min,
+        config.truncated_importance_sampling_ratio,
+    )
+    weight = corrected if config.use_importance_sampling_correction else torch.ones_like(ratio)
     loss = -batch_mean(objective * weight.detach(), mask, config.token_level_loss, tokens, samples)
     kl_reference = torch.zeros((), device=logp.device)
     if config.reference_policy_kl_penalty > 0 and reference_logp is not None:
@@ -160,16 +188,16 @@ def clipped_loss(
 
     with torch.no_grad():
         cut = advantage * clipped < advantage * ratio
-        cap = config.truncated_importance_sampling_ratio
-        capped = raw_weight > cap if cap is not None else torch.zeros_like(mask)
         means = {
             "token_mult_prob_error": torch.exp((old_logp - generation_logp).abs()),
             "ratio": ratio,
             "clip_fraction": cut.float(),
             "importance_weight": weight,
-            "importance_capped_fraction": capped.float(),
             "approx_kl": kl_estimate(old_logp, logp),
             "generation_kl": kl_estimate(generation_logp, old_logp),
         }
         metrics = {name: float(masked_mean(value, mask, tokens)) for name, value in means.items()}
+        by_sample = outside.ndim == 1
+        counted = (mask.any(-1), samples) if by_sample else (mask, tokens)
+        metrics["importance_capped_fraction"] = float(masked_mean(outside.float(), *counted))
     return loss, {"loss": float(loss.detach()), "kl_reference": float(kl_reference.detach()), **metrics}

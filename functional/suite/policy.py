@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from functional.runtime.recipe.model import LossConfig, OptimizerConfig, SchedulerConfig
 from functional.suite.checkpoint_views import CheckpointForm
-from functional.suite.grpo import clean, clipped_loss, mean_abs_difference
+from functional.suite.grpo import clean, clipped_loss, mean_abs_difference, token_mult_prob_error
 from functional.suite.sampling_filter import Flips, SamplingFilter, find_flips
 from functional.suite.sampling_filter import logprobs as filtered_logprobs
 from functional.suite.shards import Shards, emptied, filled, part_of
@@ -41,12 +41,18 @@ ROUNDING_FLOOR = 0.01
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion as it came back: token IDs as the engine reports them, and its log-prob of each (nats)."""
+    """One completion as it came back: token IDs as the engine reports them, and its log-prob of each (nats).
+
+    own_logprobs: the trainer's under the policy version that made it, where that is an older one; is_judged: whether
+    engine and trainer can be held against each other on it, which needs log-probs of one version.
+    """
 
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
     generation_logprobs: Sequence[float]
     advantage: float = 0.0
+    own_logprobs: Sequence[float] | None = None
+    is_judged: bool = True
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,8 @@ class Batch:
     """Samples as tensors, padded right. B samples, L = longest prompt + completion, T = longest completion.
 
     input_ids [B, L] int64; prompt_lengths [B] int64; completion_ids [B, T] int64; mask [B, T] bool, true at completion
-    tokens; generation_logprobs [B, T] float32; advantages [B] float32.
+    tokens; generation_logprobs [B, T] float32; advantages [B] float32; own_logprobs [B, T] float32, NaN where the
+    present version made the sample; judged [B, T] bool, true at tokens that engine and trainer are compared on.
     """
 
     input_ids: Tensor
@@ -63,6 +70,8 @@ class Batch:
     mask: Tensor
     generation_logprobs: Tensor
     advantages: Tensor
+    own_logprobs: Tensor
+    judged: Tensor
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -83,7 +92,8 @@ class Batch:
         rows = torch.arange(start, start + each, device=self.input_ids.device)
         taken = rows.clamp(max=len(self) - 1)
         share = Batch(**{name: tensor[taken] for name, tensor in vars(self).items()})
-        share.mask[rows >= len(self)] = False
+        for flags in (share.mask, share.judged):
+            flags[rows >= len(self)] = False
         return share
 
 
@@ -107,6 +117,8 @@ def collate(samples: Sequence[Sample]) -> Batch:
         mask=torch.zeros(rows, longest, dtype=torch.bool),
         generation_logprobs=torch.zeros(rows, longest),
         advantages=torch.tensor([s.advantage for s in samples], dtype=torch.float32),
+        own_logprobs=torch.full((rows, longest), torch.nan),
+        judged=torch.zeros(rows, longest, dtype=torch.bool),
     )
     for row, s in enumerate(samples):
         ids = [*s.prompt_ids, *s.completion_ids]
@@ -115,6 +127,9 @@ def collate(samples: Sequence[Sample]) -> Batch:
         batch.completion_ids[row, :n] = torch.tensor(list(s.completion_ids))
         batch.mask[row, :n] = True
         batch.generation_logprobs[row, :n] = torch.tensor(list(s.generation_logprobs))
+        batch.judged[row, :n] = s.is_judged
+        if s.own_logprobs is not None:
+            batch.own_logprobs[row, :n] = torch.tensor(list(s.own_logprobs))
     return batch
 
 
@@ -205,12 +220,13 @@ class Policy:
         return ((name, self._whole(name, weight)) for name, weight in self.weights.items())
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, kept: SamplingFilter | None = None) -> Tensor:
+    def logprobs(self, batch: Batch, kept: SamplingFilter | None = None, flips: Flips | None = None) -> Tensor:
         """Log-probs of the batch's completion tokens -> [B, T] float32 on the CPU, zero where the mask is false.
 
-        kept: what they were sampled from, if not from what this policy's rollouts are.
+        kept: what they were sampled from, if not from what this policy's rollouts are; `flips` notes the sampled tokens
+        that this leaves out.
         """
-        return self._all_logprobs(self.scorer, batch.to(self.device), kept or self.kept, self.shards).cpu()
+        return self._all_logprobs(self.scorer, batch.to(self.device), kept or self.kept, self.shards, flips).cpu()
 
     @torch.no_grad()
     def prompt_logprobs(self, prompt: Sequence[int], scorer: Scorer | None = None) -> Tensor:
@@ -241,23 +257,26 @@ class Policy:
             raise ValueError("this policy keeps no reference: make it with keep_reference=True")
         return self._all_logprobs(self.reference, batch.to(self.device), WHOLE, self.shards).cpu()
 
-    def train_step(self, batch: Batch, loss_config: LossConfig) -> dict[str, float]:
-        """One optimizer step on the batch, and its metrics.
+    def train_step(self, batch: Batch, loss_config: LossConfig, flips: Flips | None = None) -> dict[str, float]:
+        """One optimizer step on the batch, and its metrics. flips: of the samples that an older version made.
 
-        Besides clipped_loss's: grad_norm (before clipping), logp_noise (mean |trainer - engine| in nats before the
-        step), logp_shift (mean |after - before| on the same samples), tokens, and what `agreement_bounds` gives.
+        Besides clipped_loss's: grad_norm (before clipping), logp_noise (mean |trainer - engine| in nats, before the
+        step), logp_shift (mean |after - before| on the same samples), tokens, and what `agreement_bounds` gives. Of
+        samples that older versions made, logp_noise and token_mult_prob_error are by those; logp_lag is how far (mean,
+        nats) the trainer has gone since they were made, and judged_tokens how many tokens could be compared.
         Raises ValueError when gradients are not finite; the weights are then unchanged.
         """
         batch, shards = batch.to(self.device), self.shards
-        flips = Flips()
+        flips = flips or Flips()
         with torch.no_grad():
             before = self._all_logprobs(self.scorer, batch, self.kept, shards, flips)
             penalised = self.reference if loss_config.reference_policy_kl_penalty > 0 else None
             reference = None if penalised is None else self._all_logprobs(penalised, batch, WHOLE, shards)
-        self.last_scored = before[batch.mask], batch.generation_logprobs[batch.mask]
+        own = torch.where(batch.own_logprobs.isnan(), before, batch.own_logprobs)
+        self.last_scored = own[batch.judged], batch.generation_logprobs[batch.judged]
         bounds = self.agreement_bounds(batch, before)
         if self.kept.is_on:
-            bounds |= self._flip_figures(flips)
+            bounds |= {"filter_flips": float(flips.tokens), "filter_flip_nats": flips.furthest}
         tokens, samples = int(batch.mask.sum()), len(batch)
         gradients = {name: torch.zeros_like(m) for name, m in self.master.items()}
         metrics: dict[str, float] = {}
@@ -290,14 +309,16 @@ class Policy:
         metrics["grad_norm"] = self._step(gradients)
         with torch.no_grad():
             after = self._all_logprobs(self.scorer, batch, self.kept, shards)
-        noise = float(mean_abs_difference(before, batch.generation_logprobs, batch.mask))
-        shift = float(mean_abs_difference(after, before, batch.mask))
+        engine, judged = batch.generation_logprobs, batch.judged
         return {
             **metrics,
             **bounds,
             "tokens": float(tokens),
-            "logp_noise": noise,
-            "logp_shift": shift,
+            "token_mult_prob_error": float(token_mult_prob_error(own, engine, judged)),
+            "logp_noise": float(mean_abs_difference(own, engine, judged)),
+            "logp_shift": float(mean_abs_difference(after, before, batch.mask)),
+            "logp_lag": float(mean_abs_difference(before, own, batch.mask)),
+            "judged_tokens": float(judged.sum()),
         }
 
     @torch.no_grad()
@@ -455,12 +476,14 @@ class Policy:
         values = self.shards.sum(torch.tensor(list(metrics.values()), dtype=torch.float64))
         return dict(zip(metrics, values.tolist(), strict=True))
 
-    def _flip_figures(self, flips: Flips) -> dict[str, float]:
-        tokens, furthest = float(flips.tokens), flips.furthest
-        if self.shards is not None:
-            tokens = float(self.shards.sum(torch.tensor([tokens])))
-            furthest = float(self.shards.largest(torch.tensor([furthest])))
-        return {"filter_flips": tokens, "filter_flip_nats": furthest}
+    def _add_flips(self, flips: Flips, found: Flips, shards: Shards | None) -> None:
+        """To `flips`, what each rank found in its share."""
+        tokens, furthest = found.tokens, found.furthest
+        if shards is not None:
+            tokens = int(shards.sum(torch.tensor([tokens])))
+            furthest = float(shards.largest(torch.tensor([furthest])))
+        flips.tokens += tokens
+        flips.furthest = max(flips.furthest, furthest)
 
     def _slices(self, count: int) -> Iterator[tuple[int, int]]:
         size = self.micro_batch_size or count
@@ -471,10 +494,12 @@ class Policy:
         self, scorer: Scorer, batch: Batch, kept: SamplingFilter, shards: Shards | None, flips: Flips | None = None
     ) -> Tensor:
         """Of the whole batch, of which each of the ranks that a model is divided among scores a share."""
-        share, found = batch.share(shards), []
+        share, found, own_flips = batch.share(shards), [], None if flips is None else Flips()
         for start, stop in self._slices(len(share)):
             part = share.rows(start, stop)
-            found.append(self._score(self._logits(scorer, part), part, kept, flips))
+            found.append(self._score(self._logits(scorer, part), part, kept, own_flips))
+        if flips is not None and own_flips is not None:
+            self._add_flips(flips, own_flips, shards)
         scored = torch.cat(found)
         return scored if shards is None else shards.joined(scored, len(batch))
 
@@ -492,7 +517,8 @@ class Policy:
             return clean(logp, batch.mask)
         rows, ids = logits[batch.mask], batch.completion_ids[batch.mask]
         if flips is not None:
-            find_flips(rows, ids, kept, flips)
+            now = batch.own_logprobs.isnan() & batch.judged
+            find_flips(logits[now], batch.completion_ids[now], kept, flips)
         return torch.zeros_like(logits[..., 0]).masked_scatter(batch.mask, filtered_logprobs(rows, ids, kept))
 
 

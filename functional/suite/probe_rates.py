@@ -20,7 +20,8 @@ from functional.runtime.refit.probe import MAX_ROUNDS, Finding, Noise, Sighting,
 from functional.runtime.rollout.completion import Sampling
 from functional.suite import driver
 from functional.suite.report import ProbeRates
-from functional.suite.session import Parts, Session, interrupt, watched
+from functional.suite.session import Parts, Session, interrupt
+from functional.suite.watching import watched
 
 ROUNDS = 64
 SIZES = tuple(0.5 / 2**power for power in range(11))
@@ -49,6 +50,7 @@ class RatesSession(Session):
     def _train(self, parts: Parts) -> None:
         self._refit(parts, 0)
         worker = parts.refit.workers[0]
+        worker.control.call("flush_cache")  # what the update's own probe left there has no log-probs
         rounds = [parts.probe(worker, number) for number in range(ROUNDS)]
         problems = [completion.problem for completion in rounds if completion.problem]
         self.checks.add("probe.tokens_correct", not problems, "; ".join(problems[:3]) or f"{len(rounds)} prompts")

@@ -24,7 +24,8 @@ from functional.suite import driver
 from functional.suite.faults import last_rank
 from functional.suite.report import FaultCase
 from functional.suite.send_faults import SendFault
-from functional.suite.session import Parts, Session, interrupt, watched
+from functional.suite.session import Parts, Session, interrupt
+from functional.suite.watching import watched
 
 SETTINGS = [
     "cluster.gpus_per_node=3",

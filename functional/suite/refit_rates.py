@@ -24,7 +24,8 @@ from functional.runtime.refit.machine import Event, State
 from functional.runtime.refit.parts import RefitResult
 from functional.suite import driver
 from functional.suite.report import write_atomically
-from functional.suite.session import Parts, Session, interrupt, watched
+from functional.suite.session import Parts, Session, interrupt
+from functional.suite.watching import watched
 
 REPEATS = 20
 RESULT = "refit-rates.json"
@@ -110,6 +111,7 @@ class RatesSession(Session):
             "load": os.getloadavg()[1],
             "proof": recipe.proof,
             "by_plan": refit.by_plan,
+            "probe_requests": 1,
             "memory_mib": memory,
             "enforce_eager": recipe.policy.generation.vllm_cfg.enforce_eager,
             "versions": self.report.versions["dynamo"],

@@ -153,6 +153,23 @@ class Topology(Section):
     nodes: list[NodePlace]
 
 
+class Asynchronous(Section):
+    """What a run that generates while it trains did at once, from its first rollout to its last update. Seconds."""
+
+    bound: int = Field(description="Policy versions that a sample may be behind the trainer.")
+    in_flight_updates: bool = Field(description="Whether updates did not wait for the rollouts under way.")
+    seconds: float
+    training_s: float = Field(description="Optimizer steps, the scoring of older samples included.")
+    generating_s: float = Field(description="At least one rollout was under way.")
+    both_s: float = Field(description="Both at once.")
+    trainer_waited_s: float = Field(description="The trainer waited for samples, or an update for rollouts to end.")
+    trainer_idle_s: float = Field(description="No optimizer step: that wait, updates, validation, checkpoints.")
+    engines_idle_s: float = Field(description="No rollout was under way.")
+    ages: dict[int, int] = Field(description="Samples trained on, by how many policy versions they were behind.")
+    spanning: int = Field(description="Of these, samples that were under way during an update.")
+    unused: int = Field(description="Samples generated and not trained on.")
+
+
 class FaultCase(Section):
     """A case of `functional refit-faults`, and how long it took."""
 
@@ -197,6 +214,7 @@ class Report(Section):
     resumed_from: int | None = Field(None, description="The step of the checkpoint that the run went on from.")
     checkpoints: list[CheckpointRecord] | None = None
     validations: list[ValidationRecord] | None = None
+    asynchronous: Asynchronous | None = None
     fault_cases: list[FaultCase] | None = None
     probe_rates: ProbeRates | None = None
     seconds: float

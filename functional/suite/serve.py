@@ -10,7 +10,8 @@ from pathlib import Path
 
 from functional.runtime.errors import InterruptedRunError
 from functional.suite import checks, driver
-from functional.suite.session import WATCH_INTERVAL_S, Parts, Session, interrupt
+from functional.suite.session import Parts, Session, interrupt
+from functional.suite.watching import WATCH_INTERVAL_S
 
 
 class ServeSession(Session):

@@ -3,13 +3,11 @@
 import json
 import math
 import os
-import re
 import signal
-import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,13 +34,13 @@ from functional.runtime.rollout.completion import NO_TOP_K, Completion, Sampling
 from functional.runtime.rollout.gate import AdmissionGate
 from functional.runtime.rollout.generation import AskedType, Completer, FoundType, generate
 from functional.runtime.rollout.pool import HttpPool
-from functional.runtime.rollout.records import RecordWriter, RolloutRecord
+from functional.runtime.rollout.records import RecordWriter
 from functional.runtime.rollout.requests import Attempt, RequestJournal, read_attempts
 from functional.runtime.rollout.spread import Served, SpreadClient
 from functional.runtime.telemetry import Telemetry, open_sinks
 from functional.suite import checks
 from functional.suite.agents import ToolTask
-from functional.suite.batch import RolloutBatch, score
+from functional.suite.batch import RolloutBatch, rollout_records, score
 from functional.suite.chat_service import chat_server, load_template
 from functional.suite.checklist import Checklist
 from functional.suite.checkpoint import Checkpoints, TrainingInfo
@@ -59,19 +57,18 @@ from functional.suite.report import (
     NodePlace,
     Refit,
     Report,
-    Step,
     Topology,
     ValidationRecord,
     write_atomically,
 )
 from functional.suite.seeds import check_seeds
+from functional.suite.step_figures import as_step, scalars
 from functional.suite.tasks import Task, make_task
 from functional.suite.validation import has_arrived, is_due, judge, validation_prompts
+from functional.suite.watching import watched
 
-WATCH_INTERVAL_S = 0.5
 SEED_TOKENS = 64
 EVENT_DELAY_S = 0.5
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 PAIRS = 400
 """Tokens of a step whose two log-probs are kept for the report."""
 
@@ -105,6 +102,14 @@ class Parts:
 class Session:
     """State of one run: what is up, what was seen. `checks` and `report` hold what it found, whatever its end."""
 
+    is_asynchronous = False
+    """Whether rollouts go on beside training, and wait where admission is shut."""
+
+    @property
+    def may_span(self) -> bool:
+        """Whether samples may be under way during an update."""
+        return False
+
     def __init__(self, prepared: Prepared, report: Report, out: Path, run_dir: Path) -> None:
         """out: folder of the report, records and logs; run_dir: an empty folder for sockets and data of the run."""
         self.recipe = prepared.recipe
@@ -130,8 +135,9 @@ class Session:
         self._agreement = self._stack.enter_context(JsonLines(out / "agreement.jsonl"))
 
     def say(self, what: str) -> None:
-        """One line of progress with the seconds since the start."""
-        print(f"[{time.monotonic() - self.began:6.1f} s] {what}", flush=True)
+        """One line of progress with the seconds since the start. Where it cannot be written, the run goes on."""
+        with suppress(OSError):
+            print(f"[{time.monotonic() - self.began:6.1f} s] {what}", flush=True)
 
     def event(self, name: str, **details: str) -> None:
         """Append to events.jsonl: what the run is doing now, for whoever watches it from outside."""
@@ -142,7 +148,8 @@ class Session:
         try:
             self._stack.close()
         except Exception:
-            (self.out / "logs" / "teardown.log").write_text(traceback.format_exc(), encoding="utf-8")
+            with suppress(OSError):
+                (self.out / "logs" / "teardown.log").write_text(traceback.format_exc(), encoding="utf-8")
             self.checks.add("teardown.orderly", False, "shutdown raised, see logs/teardown.log")
 
     def run(self, programs: Programs) -> None:
@@ -246,7 +253,7 @@ class Session:
         recipe, generation, tokenizer = self.recipe, self.recipe.policy.generation, self.tokenizer
         task = self._make_task(model_dir)
         model_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-        gate = AdmissionGate()
+        gate = AdmissionGate(waits=self.is_asynchronous)
         journal = RequestJournal(self.out / "requests.jsonl")
         self._stack.callback(journal.close)
         url = fleet.frontend.url
@@ -309,6 +316,8 @@ class Session:
                 has_prefix_cache=recipe.has_prefix_cache,
                 on_step=lambda version, name: self.event(f"refit {version}: {name}"),
                 on_transition=self._note_transition,
+                drain_s=self._drain_s(),
+                give_up_rollouts=self._give_up_rollouts(gate),
             )
 
         chat = None
@@ -341,6 +350,14 @@ class Session:
             chat=chat,
         )
 
+    def _drain_s(self) -> float | None:
+        """How long an update waits for the rollouts under way; as for anything else, unless given."""
+        return None
+
+    def _give_up_rollouts(self, gate: AdmissionGate) -> Callable[[], None] | None:
+        """For updates that do not wait for the rollouts under way: what ends them all."""
+        return None
+
     def _make_task(self, model_dir: Path) -> Task:
         recipe = self.recipe
         if recipe.data.dataset_name == TOOL_DATA:
@@ -351,25 +368,16 @@ class Session:
 
     def _train(self, parts: Parts) -> None:
         grpo, fleet = self.recipe.grpo, parts.fleet
-        steps, done = grpo.max_num_steps, self.report.resumed_from or 0
+        done = self.report.resumed_from or 0
         self._refit(parts, done)
         self._check_seeds(parts)
         sockets = self._sockets(fleet)
         self.report.sockets = checks.check_sockets(self.checks, sockets, self._told_ports())
         if not done and is_due(grpo, 0):
             self._validate(parts, 0)
-        for step in range(done + 1, steps + 1):
-            self._step(parts, step)
-            checks.check_stale_refused(self.checks, step, parts.refit)
-            result = self._refit(parts, step)
-            found = self._validate(parts, step) if is_due(grpo, step) else {}
-            last = step if has_arrived(grpo, found) else steps
-            if result.reached and self.checkpoints.is_due(step, last):
-                self._save(parts, step, found)
-            if step == last < steps:
-                self.say(f"step {step}: {grpo.stop_at_validation_metric} has reached its threshold")
-                break
-        checks.check_post_update(self.checks, self._last_completions(parts, steps + 1), str(parts.refit.version))
+        self._take_steps(parts, done + 1)
+        asked = self._last_completions(parts, grpo.max_num_steps + 1)
+        checks.check_post_update(self.checks, asked, str(parts.refit.version))
         if self.recipe.has_prefix_cache:
             self._check_overlap(parts)
         checks.check_routing(self.checks, fleet, parts.records.instance_ids)
@@ -379,6 +387,29 @@ class Session:
         fleet.flush_logs()
         self._check_join(parts)
         self._keep_metrics(fleet)
+
+    def _take_steps(self, parts: Parts, first: int) -> None:
+        """Every step from `first` on, with the update, the validation and the checkpoint that follow it."""
+        grpo, steps = self.recipe.grpo, self.recipe.grpo.max_num_steps
+        for step in range(first, steps + 1):
+            self._step(parts, step)
+            result = self._bring(parts, step)
+            found = self._validate(parts, step) if is_due(grpo, step) else {}
+            last = step if has_arrived(grpo, found) else steps
+            if result is not None and result.reached and self.checkpoints.is_due(step, last):
+                self._save(parts, step, found)
+            if step == last < steps:
+                self.say(f"step {step}: {grpo.stop_at_validation_metric} has reached its threshold")
+                break
+
+    def _bring(self, parts: Parts, step: int) -> RefitResult | None:
+        """Bring the step's weights to the fleet, which must not be able to prove them before; None where a fault test
+        has them withheld."""
+        if self.recipe.faults.withhold_updates:
+            self.event(f"step {step}: update withheld")
+            return None
+        checks.check_stale_refused(self.checks, step, parts.refit)
+        return self._refit(parts, step)
 
     def _sockets(self, fleet: Fleet) -> list[NodeSockets]:
         """What the run listens on, on each of its nodes."""
@@ -397,11 +428,13 @@ class Session:
         kept = parts.trainer.keep.remote()
         batch = self._rollouts(parts, step)
         watched(parts.fleet, kept)
-        metrics = watched(parts.fleet, parts.trainer.train.remote(batch.samples(), step))
+        self._note_step(parts, step, batch, watched(parts.fleet, parts.trainer.train.remote(batch.samples(), step)))
+
+    def _note_step(self, parts: Parts, step: int, batch: RolloutBatch, metrics: dict[str, float]) -> None:
         self.report.steps.append(as_step(step, batch, metrics))
         self._agreement.append({"step": step, **watched(parts.fleet, parts.trainer.agreement.remote(PAIRS))})
         parts.telemetry.write(scalars(batch, metrics), step)
-        checks.check_step(self.checks, step, batch, metrics, self.recipe.checks)
+        checks.check_step(self.checks, step, batch, metrics, self.recipe.checks, self.may_span)
         self.say(f"step {step}: reward {batch.mean_reward:.3f}, " + checks.describe_step(metrics))
 
     def _resumed(self) -> Path | None:
@@ -563,27 +596,40 @@ class Session:
         sampling: Sampling | None = None,
     ) -> list[FoundType]:
         """What comes of each prompt. What is lost with a worker is generated again, once, by a fleet made whole."""
-        version = parts.refit.version
+        known = self._fleet_state(parts)
 
         def note_lost(index: int, error: RolloutError) -> None:
             self.report.lost_samples.append(LostSample(step=step, rollout=index, reason=str(error)))
-
-        def make_whole() -> None:
-            assert version is not None
-            if parts.chat is not None:
-                parts.chat.give_up("a worker was lost")  # no agent waits for it any more, but it holds the gate
-            self._refit(parts, version, f"step{step}.replacement")
 
         return generate(
             client,
             parts.fleet,
             prompts,
             sampling or parts.sampling,
-            find_lost=parts.refit.find_lost,
-            make_whole=None if version is None else make_whole,
+            find_lost=lambda: self._find_lost(parts, known),
+            make_whole=None if parts.refit.version is None else lambda: self._make_whole(parts, step),
             on_lost=note_lost,
             addressed=lambda asked: replace(asked, instances=self._addressees(parts.fleet)),
+            is_given_up=self._is_given_up,
         )
+
+    def _fleet_state(self, parts: Parts) -> Hashable:
+        """Another, once requests that were sent before may be lost although no worker is lost now."""
+        return None
+
+    def _find_lost(self, parts: Parts, known: Hashable) -> Mapping[int, str]:
+        """Slot → why, of workers that were lost since the fleet was as `known`."""
+        return parts.refit.find_lost()
+
+    def _make_whole(self, parts: Parts, step: int) -> None:
+        assert parts.refit.version is not None
+        if parts.chat is not None:
+            parts.chat.give_up("a worker was lost")  # no agent waits for it any more, but it holds the gate
+        self._refit(parts, parts.refit.version, f"step{step}.replacement")
+
+    def _is_given_up(self) -> bool:
+        """Asked while rollouts are under way: whether they are to be lost. What it raises ends them."""
+        return False
 
     def _addressees(self, fleet: Fleet) -> tuple[int, ...]:
         """The workers that rollouts must name: all where the frontend routes none, else none."""
@@ -592,102 +638,24 @@ class Session:
         return tuple(worker.instance_id for worker in fleet.workers)
 
     def _rollouts(self, parts: Parts, step: int) -> RolloutBatch:
+        return self._note_rollouts(parts, step, self._complete(parts, step))
+
+    def _complete(self, parts: Parts, step: int) -> list[Completion]:
+        """The step's samples, a prompt's side by side."""
         prompts = parts.task.prompts(step)
         generations = self.recipe.grpo.num_generations_per_prompt
         flat = [prompt.token_ids for prompt in prompts for _ in range(generations)]
         self.say(f"step {step}: {len(prompts)} prompts × {generations} generations")
         self.event(f"step {step}: generating")
-        completions = self._generate(parts, parts.spread, flat, step)
-        batch = score(prompts, completions, parts.task, self.recipe.grpo)
-        parts.records.write(
-            [
-                RolloutRecord(
-                    run=self.run_dir.name,
-                    step=step,
-                    group=index // generations,
-                    rollout=index,
-                    attempt=completion.attempt,
-                    policy_version=parts.refit.version if parts.refit.version is not None else -1,
-                    request_id=completion.request_id,
-                    instance_id=completion.instance_id,
-                    sent_at=completion.sent_at,
-                    answered_at=completion.answered_at,
-                    prompt_token_ids=completion.prompt_token_ids,
-                    token_ids=completion.token_ids,
-                    logprobs=completion.logprobs,
-                    max_tokens=completion.max_tokens,
-                    truncated=completion.truncated,
-                    reward=batch.rewards[index],
-                    advantage=batch.advantages[index],
-                    accepted=completion.problem is None,
-                    reason=completion.problem,
-                )
-                for index, completion in enumerate(completions)
-            ]
-        )
+        return self._generate(parts, parts.spread, flat, step)
+
+    def _note_rollouts(self, parts: Parts, step: int, completions: list[Completion]) -> RolloutBatch:
+        """Score, record and check them."""
+        generations = self.recipe.grpo.num_generations_per_prompt
+        batch = score(parts.task.prompts(step), completions, parts.task, self.recipe.grpo)
+        parts.records.write(rollout_records(batch, self.run_dir.name, step, generations))
         checks.check_rollouts(self.checks, f"step{step}", batch, parts.instances, self.recipe.checks)
         return batch
-
-
-def watched(fleet: Fleet, reference: Any) -> Any:
-    """The value of a Ray reference, unless a process that nothing replaces dies first: then ProcessDiedError."""
-    import ray
-    from ray.exceptions import RayError
-
-    while not ray.wait([reference], timeout=WATCH_INTERVAL_S)[0]:
-        fleet.check_control_plane()
-    try:
-        return ray.get(reference)
-    except RayError as error:
-        fleet.check_control_plane()  # another process that is gone is the first cause
-        cause = getattr(error, "cause", None) or error
-        raise RunError(f"trainer: {type(cause).__name__}: {ends_of(str(cause))}") from error
-
-
-def ends_of(text: str) -> str:
-    """A long message on one line: its beginning, and its end, where Ray puts the first cause."""
-    plain = " ".join(COLOURS.sub("", text).split())
-    return plain if len(plain) <= 400 else f"{plain[:120]} … {plain[-280:]}"
-
-
-ALSO_CALLED = {
-    "ratio": "probs_ratio",
-    "generation_kl": "gen_kl_error",
-    "kl_reference": "kl_penalty",
-    "importance_weight": "sampling_importance_ratio",
-    "importance_capped_fraction": "is_oob_ratio",
-    "tokens": "global_valid_toks",
-}
-"""Ours, and NeMo RL's name for the same figure; loss, grad_norm, lr and token_mult_prob_error have one name."""
-
-
-def scalars(batch: RolloutBatch, metrics: dict[str, float]) -> dict[str, float]:
-    """A step's figures under `train/`, by our names and by NeMo RL's."""
-    lengths = [len(completion.token_ids) for completion in batch.completions]
-    advantages = [advantage for advantage in batch.advantages if advantage is not None]
-    named = {
-        **metrics,
-        **{theirs: metrics[ours] for ours, theirs in ALSO_CALLED.items()},
-        "reward": batch.mean_reward,
-        "advantages/mean": statistics.fmean(advantages),
-        "advantages/max": max(advantages),
-        "advantages/min": min(advantages),
-        "mean_prompt_length": statistics.fmean(len(c.prompt_token_ids) for c in batch.completions),
-        "mean_gen_tokens_per_sample": statistics.fmean(lengths),
-        "truncation_rate": batch.truncated / len(lengths),
-    }
-    return {f"train/{name}": value for name, value in named.items()}
-
-
-def as_step(step: int, batch: RolloutBatch, metrics: dict[str, float]) -> Step:
-    """A step's figures for the report."""
-    return Step(
-        step=step,
-        samples=len(batch.completions),
-        truncated=batch.truncated,
-        mean_reward=batch.mean_reward,
-        **metrics,
-    )
 
 
 def interrupt(signum: int, _frame: Any) -> None:

@@ -27,6 +27,7 @@ from functional.runtime.refit.parts import SourceLostError
 from functional.runtime.refit.probe import ProbeScore
 from functional.suite.checkpoint import TrainingInfo
 from functional.suite.policy import Sample
+from functional.suite.sampling_filter import Flips
 from functional.suite.send_faults import FaultyWeights, SendFault
 from functional.suite.shards import Place
 from functional.suite.trainer_rank import TrainerRank
@@ -114,9 +115,14 @@ class Trainer:
         """As `TrainerRank.keep`."""
         self._together("keep")
 
-    def train(self, samples: list[Sample], version: int) -> dict[str, float]:
+    def own_logprobs(self, samples: list[Sample], version: int) -> tuple[list[list[float]], Flips]:
+        """As `TrainerRank.own_logprobs`."""
+        found: tuple[list[list[float]], Flips] = self._together("own_logprobs", samples, version)
+        return found
+
+    def train(self, samples: list[Sample], version: int, flips: Flips | None = None) -> dict[str, float]:
         """As `TrainerRank.train`."""
-        metrics: dict[str, float] = self._together("train", samples, version)
+        metrics: dict[str, float] = self._together("train", samples, version, flips)
         return metrics
 
     def save(self, folder: Path, info: TrainingInfo) -> int:

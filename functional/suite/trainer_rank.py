@@ -21,7 +21,7 @@ from functional.runtime.refit.gathered import GatheredWeights
 from functional.suite.checkpoint import TrainingInfo, read_tensors, write_checkpoint
 from functional.suite.host_copy import HostCopy
 from functional.suite.policy import WHOLE, Policy, Sample, collate
-from functional.suite.sampling_filter import SamplingFilter
+from functional.suite.sampling_filter import Flips, SamplingFilter
 from functional.suite.shards import Place, Shards
 
 NUDGE = 0.15
@@ -92,10 +92,19 @@ class TrainerRank:
         self.kept = self.version
         self._copy.begin()
 
-    def train(self, samples: list[Sample], version: int) -> dict[str, float]:
-        """One optimizer step, which makes `version`; the weights before it are kept on the host."""
+    def own_logprobs(self, samples: list[Sample], version: int) -> tuple[list[list[float]], Flips]:
+        """Log-probs of samples that `version` made, by its weights, and the flips among them. Raises RefitError for a
+        version that is not held any more."""
+        batch, flips = collate(samples), Flips()
+        with self.policy.holding(self._held(version)):
+            found = self.policy.logprobs(batch, flips=flips)
+        return [row[mask].tolist() for row, mask in zip(found, batch.mask, strict=True)], flips
+
+    def train(self, samples: list[Sample], version: int, flips: Flips | None = None) -> dict[str, float]:
+        """One optimizer step, which makes `version`; the weights before it are kept on the host. flips: of the samples
+        that an older version made."""
         figures = self._await_copy()
-        metrics = self.policy.train_step(collate(samples), self._loss)
+        metrics = self.policy.train_step(collate(samples), self._loss, flips)
         self._become(version)
         return metrics | figures
 

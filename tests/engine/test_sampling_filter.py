@@ -37,18 +37,68 @@ def test_equals_of_the_kth_all_remain_as_in_vllm():
     assert engines(logits, 2, 1.0).isfinite().tolist() == [[True, True, True, True, False]]
 
 
+HALVINGS = 18
+"""vLLM 0.23.0's kernel for GPUs (topk_topp_triton.py) does not sort. It looks for a probability above which the mass is
+top-p, by halving the span from the least to the largest among what top-k leaves, this often at most. Where the token at
+the edge and its neighbour are nearer than the last half, the set ends on either side of them."""
+
+
+def halving(logits, top_k, top_p, halvings):
+    """The kernel's way to the edge, for a processor: log-probs of every token."""
+    remaining = logits.masked_fill(logits < least_kept(logits, SamplingFilter(top_k)), -torch.inf)
+    share = remaining.softmax(-1)
+    for row in range(len(logits)):
+        own = share[row][share[row] > 0]
+        low, high = own.min(), own.max()
+        for _ in range(halvings):
+            pivot = (low + high) / 2
+            above = own[own > pivot]
+            if above.sum() >= top_p and above.sum() - above.min() < top_p:
+                break
+            low, high = (pivot, high) if above.sum() > top_p else (low, pivot)
+        else:
+            pivot = (low + high) / 2
+        remaining[row, share[row] <= pivot] = -torch.inf
+    return torch.log_softmax(remaining, -1)
+
+
+def part_too_far(logits, theirs, kept):
+    """Tokens on which the sets part although they lie further from the edge than the kernel's search can tell."""
+    least = least_kept(logits, kept)
+    top = logits.masked_fill(logits < least_kept(logits, SamplingFilter(kept.top_k)), -torch.inf)
+    share = top.softmax(-1)
+    edge = share.masked_fill(logits < least, torch.inf).min(-1, keepdim=True).values
+    told = share.max(-1, keepdim=True).values * 2.0**-HALVINGS + 1e-5 * edge  # and what single precision rounds
+    differ = theirs.isfinite() != (logits >= least)
+    return differ & ((share - edge).abs() > (told if kept.top_p < 1 else 0)), differ.any(-1)
+
+
+def test_a_search_that_halves_too_seldom_parts_too_far():
+    logits = 3 * torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    kept = SamplingFilter(50, 0.95)
+    too_far, rows = part_too_far(logits, halving(logits, 50, 0.95, HALVINGS), kept)
+    assert not too_far.any()
+    assert 0 < rows.sum() < ROWS / 50, "a few edges are closer than the search can tell"
+    too_far, _ = part_too_far(logits, halving(logits, 50, 0.95, HALVINGS - 5), kept)
+    assert too_far.any()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: there vLLM has a kernel of its own")
 @pytest.mark.parametrize(("top_k", "top_p"), FILTERS)
 def test_members_and_log_probs_are_those_of_vllms_kernel(top_k, top_p):
-    """Distinct logits: of equals at the edge of top-k the kernel keeps the first, as many as fill up to k."""
+    """But for tokens nearer the edge of top-p than the kernel can tell. A sampled one that the trainer would cut is
+    scored as a member, and counted. Distinct logits: of equals at the edge of top-k the kernel keeps the first, as many
+    as fill up to k."""
     logits = (3 * torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0))).cuda()
     k = None if top_k is None else torch.full((ROWS,), min(top_k, VOCABULARY), device="cuda", dtype=torch.int32)
     p = None if top_p == 1 else torch.full((ROWS,), top_p, device="cuda")
     theirs = torch.log_softmax(apply_top_k_top_p(logits.clone(), k, p), -1)
-    ids = torch.multinomial(theirs.exp(), 1)[:, 0]
     kept, flips = SamplingFilter(top_k, top_p), Flips()
+    too_far, parted = part_too_far(logits, theirs, kept)
+    assert not too_far.any(), f"{int(too_far.sum())} tokens in {int(too_far.any(-1).sum())} rows"
+    ids = torch.multinomial(theirs.exp(), 1)[:, 0]
     find_flips(logits, ids, kept, flips)
-    assert flips.furthest < 1e-4
+    assert flips.tokens <= parted.sum()
     expected = theirs.gather(1, ids[:, None])[:, 0]
     differ = (logprobs(logits, ids, kept) - expected).abs()
-    assert (differ < 1e-4).float().mean() > 0.99
+    assert differ[~parted].max() < 1e-4

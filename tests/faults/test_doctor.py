@@ -1,98 +1,26 @@
-"""The doctor on real runs: what is wrong is named, and a healthy run, running or ended, raises no alarm."""
+"""The doctor on real runs: what is wrong is named. That a healthy run raises no alarm: test_faults.py."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
-import sys
-import time
 from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
 
 from functional.runtime.fleet.guard import descendants
-from functional.runtime.jsonlines import read_json_lines
 from functional.suite.doctor.examine import RUN, examine
-from functional.suite.doctor.finding import Result
 from functional.suite.doctor.folder import RunFolder
 from functional.suite.models import find_model
-from tests.recipes import RECIPES
+from tests.faults.running import await_event, causes, started
 
-RECIPE = RECIPES / "grpo_cpu.yaml"
 GENERATION = "policy.generation"
-PATIENCE_S = 300.0
-
-
-def ask(out):
-    """As the command line answers."""
-    command = [sys.executable, "-m", "functional.suite.cli", "doctor", str(out), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return done.returncode, json.loads(done.stdout)
-
-
-def causes(out, result=Result.PROBLEM):
-    return {one.cause for one in examine(RunFolder.open(out)) if one.result is result}
-
-
-@contextmanager
-def started(out, *overrides):
-    """A run in a process of its own; ended, with all of it, however this ends."""
-    out.mkdir(parents=True)
-    command = [sys.executable, "-m", "functional.suite.cli", "run", str(RECIPE), *overrides, "--out", str(out)]
-    with (out / "run.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(120)
 
 
 def run(out, *overrides):
     """A run to its end; the answer is its exit status."""
     with started(out, *overrides) as process:
         return process.wait(600)
-
-
-def await_event(out, name, process):
-    deadline = time.monotonic() + PATIENCE_S
-    while not (
-        (out / "events.jsonl").exists() and name in {row["event"] for row in read_json_lines(out / "events.jsonl")}
-    ):
-        assert process.poll() is None, (out / "run.log").read_text()[-2000:]
-        assert time.monotonic() < deadline, f"«{name}» did not come"
-        time.sleep(0.05)
-
-
-@pytest.mark.faults
-def test_a_healthy_run_while_it_runs_and_at_its_end(tmp_path):
-    """With a worker stopped in between, which is seen, and seen to be over."""
-    out = tmp_path / "out"
-    with started(out, "faults.pause_send_version=1", "faults.pause_send_s=12") as process:
-        await_event(out, "fleet: starting", process)
-        assert ask(out)[0] == 0
-        await_event(out, "step 1: generating", process)
-        status, answer = ask(out)
-        assert (status, answer["state"]) == (0, "running"), answer
-        assert any("worker(s) registered; models: " in one["found"] for one in answer["findings"])
-
-        await_event(out, "refit 1: transfer", process)
-        (worker, *_) = json.loads((out / "processes.json").read_text())["worker-0"]
-        os.kill(worker, signal.SIGSTOP)
-        try:
-            found = [one for one in examine(RunFolder.open(out)) if one.symptom == RUN]
-        finally:
-            os.kill(worker, signal.SIGCONT)
-        assert [(one.result, one.cause) for one in found] == [(Result.PROBLEM, "process-stopped")]
-        assert f"worker-0 ({worker})" in found[0].found
-        assert process.wait(300) == 0, (out / "run.log").read_text()[-2000:]
-    status, answer = ask(out)
-    assert (status, answer["state"]) == (0, "ended"), answer
-    assert {one["result"] for one in answer["findings"]} == {"ok"}
-    assert all(one["looked_at"] and one["found"] for one in answer["findings"])
 
 
 @pytest.mark.faults
@@ -125,6 +53,64 @@ def test_a_model_whose_weights_are_damaged(tmp_path):
     out = tmp_path / "out"
     assert run(out, f"policy.model_name={model}") == 1
     assert "model-files" in causes(out)
+
+
+@contextmanager
+def small_disk(path, size):
+    """A file system of its own."""
+    path.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def fill(path):
+    """Until nothing more can be written there; returns the file that took it all."""
+    filler = path / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+    assert shutil.disk_usage(path).free < 1 << 16
+    return filler
+
+
+@pytest.mark.faults
+@pytest.mark.full
+def test_a_disk_that_fills_up_while_the_run_writes_to_it(tmp_path):
+    """Somebody else takes what is left of it: the run ends, by itself, with a report that says why."""
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        out, log = disk / "out", tmp_path / "run.log"
+        with started(out, log=log) as process:
+            await_event(out, "step 1: generating", process, log)
+            everything = descendants(process.pid)
+            filler = fill(disk)
+            assert process.wait(120) == 1
+        assert "No space left on device" in log.read_text()
+        report = json.loads((out / "report.json").read_text())
+        assert "No space left on device" in report["error"]
+        assert "No space left on device" in (out / "report.md").read_text()
+        for there in (True, False):
+            assert ("disk-full" in causes(out)) is True, f"filler there: {there}"
+            assert {one.cause for one in examine(RunFolder.open(out)) if one.symptom == RUN} == {"disk-full"}
+            filler.unlink(missing_ok=True)
+        assert [pid for pid in everything if psutil.pid_exists(pid)] == []
+        assert not RunFolder.open(out).run_dir.exists()
+        assert not (out / ".reserve").exists()
+
+
+@pytest.mark.faults
+@pytest.mark.full
+def test_a_disk_without_room_for_a_report(tmp_path):
+    """Refused before anything is started, in one line."""
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        log = tmp_path / "run.log"
+        with started(disk / "out", log=log) as process:
+            assert process.wait(120) == 2
+        (line,) = log.read_text().splitlines()
+        assert line.startswith(f"error: {disk}/out: no room for the 4 MiB that the report may take")
+        assert list((disk / "out").iterdir()) in ([], [disk / "out/logs"])
 
 
 @pytest.mark.faults

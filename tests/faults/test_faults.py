@@ -20,6 +20,7 @@ from functional.suite.doctor.folder import RunFolder
 from functional.suite.faults import CASES, run_case
 from functional.suite.flaky import PLACES
 from functional.suite.models import find_model
+from tests.faults.running import HELD, look_at_its_end, look_while_it_runs, started
 from tests.recipes import RECIPES
 
 RECIPE = RECIPES / "grpo_cpu.yaml"
@@ -41,6 +42,7 @@ FOREIGN = {
 DIAGNOSED = {
     "worker-killed-generating": {"worker-lost"},
     "worker-killed-mid-transfer": {"worker-lost"},
+    "worker-killed-ahead": {"worker-lost"},
     "rank-killed-generating": {"worker-lost"},
     "rank-killed-mid-transfer": {"worker-lost"},
     "trainer-rank-killed-generating": {"sender-lost"},
@@ -53,13 +55,26 @@ DIAGNOSED = {
     "driver-killed-updating": {"driver-killed", "died-updating"},
 }
 """What the doctor must name, of each case."""
-LATER = ("rank-killed-mid-transfer", "trainer-rank-killed-generating", "trainer-rank-killed-mid-transfer")
+LATER = (
+    "rank-killed-mid-transfer",
+    "trainer-rank-killed-generating",
+    "trainer-rank-killed-mid-transfer",
+    "worker-killed-generating",
+    "worker-killed-mid-transfer",
+    "nats-killed",
+    "driver-killed-generating",
+    "worker-killed-ahead",
+)
+"""`make test-full` alone runs these. What is like them in `make test`: test_refit_faults kills workers while they
+generate and in a transfer; of an engine of two ranks one is killed here; etcd and the frontend are killed as NATS is;
+the driver is killed before and after it generates; test_trainer_ranks kills a rank of the trainer."""
 WITH_EXPERTS = "rank-killed-generating"
 EXPERTS = [
     "policy.model_name=builtin:random-qwen3-moe",
     "data.dataset_name=token_set",
     "policy.optimizer.lr=0.5",
     "cluster.gpus_per_node=4",
+    "grpo.max_num_steps=1",
 ]
 """In that case, which is a whole run of two ranks: the family in which most can go wrong (experts that transformers
 fuses, fewer KV heads than ranks, a padded vocabulary), sent by a trainer of two ranks. All other families are in
@@ -110,11 +125,16 @@ def extra_eos(folder):
 
 
 @pytest.mark.road
-def test_two_workers_under_kv_routing(tmp_path, opinionated_model):
+def test_two_workers_under_kv_routing_and_the_doctor_looking_on(tmp_path, opinionated_model):
     """Devices are virtual, so GPUs may be hidden; whatever else the caller has set, and whatever sampling the model's
-    folder asks for, rollouts are on policy, and end where the model says."""
+    folder asks for, rollouts are on policy, and end where the model says. The doctor raises no alarm."""
     out = tmp_path / "out"
-    report = run(out, *TWO_WORKERS, f"policy.model_name={opinionated_model}", CUDA_VISIBLE_DEVICES="", **FOREIGN)
+    overrides = (*TWO_WORKERS, *HELD, f"policy.model_name={opinionated_model}")
+    with started(out, *overrides, CUDA_VISIBLE_DEVICES="", **FOREIGN) as process:
+        look_while_it_runs(out, process)
+        assert process.wait(600) == 0, (out / "run.log").read_text()[-3000:]
+    look_at_its_end(out)
+    report = json.loads((out / "report.json").read_text())
     passed = {check["name"] for check in report["checks"] if check["passed"]}
     assert {"routing.every_worker_served", "routing.shared_prefix_overlaps", "routing.no_overlap_after_clear"} <= passed
     assert len(report["topology"]["workers"]) == 2

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import build
 from tests.kit.conftest import REPO
@@ -60,10 +61,8 @@ def test_every_command_exists_with_its_options(page: Path) -> None:
 
 def test_every_help_has_an_example() -> None:
     for name in typer.main.get_command(build.app).commands:  # type: ignore[attr-defined]
-        shown = subprocess.run(
-            [sys.executable, REPO / "build.py", name, "--help"], capture_output=True, text=True, timeout=60
-        )
-        assert shown.returncode == 0
+        shown = CliRunner().invoke(build.app, [name, "--help"])
+        assert shown.exit_code == 0
         assert re.search(rf"Examples?: .*{name}|Examples?:.*(\n.*)*{name}", shown.stdout), name
     bodies = re.findall(r'@app\.command\([^)]*\)\ndef (\w+)\(.*?"""(.*?)"""', CLI, re.DOTALL)
     assert len(bodies) >= 10

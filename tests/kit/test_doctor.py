@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from kit import doctor
 from kit.doctor import Finding, examine_host
 from kit.errors import UsageError
 from kit.layout import LOCKFILES
-from tests.kit.conftest import Kit
+from tests.kit.conftest import Kit, refused
 
 pytestmark = pytest.mark.unit
 Usage = namedtuple("Usage", "total used free")
@@ -55,6 +56,28 @@ def test_a_package_is_another_than_locked(monkeypatch: pytest.MonkeyPatch) -> No
 def test_too_little_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100, 99, 1_000_000))
     assert (found("disk").result, found("disk", "cuda").result) == ("problem", "unknown")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_disk_that_is_full(kit: Kit) -> None:
+    """A real one, of 8 MB: what is left is named, and so is a release that could not be written there."""
+    shutil.copytree(LOCKFILES, kit.root / "lockfiles")
+    disk = kit.root / "dist"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
+    try:
+        kit.release("tiny", [[]])
+        with pytest.raises(OSError, match="No space left on device"):
+            (disk / "filler").write_bytes(bytes(8 << 20))
+        done = kit("doctor", "--json")
+        assert done.returncode == 1
+        (disk_found,) = (one for one in json.loads(done.stdout) if one["check"] == "disk")
+        assert disk_found["result"] == "problem"
+        assert disk_found["found"].startswith("0 B free; a cold pipeline takes 22 GB")
+        assert "clean" in disk_found["next_step"]
+        refused(kit("sqsh", "--name", "tiny"), 1, "o space left on device")
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has GPUs")

@@ -15,6 +15,7 @@ import pytest
 from kit.errors import KitError
 from kit.night import close_night
 from kit.nights import FEWEST, Night, keep_night, read_nights, regressions, suite_seconds, t_quantile, upper_bound
+from kit.record import FunctionalSection, JobFacts, add_section, read_record
 from tests.kit.conftest import REPO, Kit
 from tests.kit.tiny_image import Entry, folder
 
@@ -160,6 +161,55 @@ def test_a_night_goes_to_its_first_failure_and_is_published(kit: Kit) -> None:
     assert [one.status for one in read_nights(kit.root / "dist/nightly/history.jsonl")] == ["passed", "failed"]
 
 
+STAND_IN = """
+import json, pathlib, sys
+words = sys.argv[1:]
+out = pathlib.Path(words[words.index("--out") + 1])
+out.mkdir(parents=True, exist_ok=True)
+for file in out.iterdir():
+    file.unlink()  # as a fault case does
+(out / "words").write_text(" ".join(words))
+report = {"seconds": 9.0, "hardware": {"processor": "x", "cores": 2, "gpus": []}}
+(out / "report.json").write_text(json.dumps(report))
+sys.exit("grpo.seed=13" in words)
+"""
+"""Takes the place of the suite: the nightly's own GPU stage runs it (docs/nightly.md)."""
+
+
+def test_a_night_in_plain_environments(kit: Kit) -> None:
+    (kit.root / "ci").mkdir()
+    for name in ("nightly.sh", "hide_secrets.py"):
+        (kit.root / "ci" / name).write_bytes((REPO / "ci" / name).read_bytes())
+    suite = kit.root / "functional/suite"
+    suite.mkdir(parents=True)
+    (suite / "cli.py").write_text(STAND_IN)
+    (kit.root / "ci/nightly-cuda.txt").write_text("# the longer ones\nfault f r.yaml\nrun r.yaml a.b=c\n")
+    environment = {**kit.env, "PYTHON": sys.executable}
+
+    def plain(*words: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", "ci/nightly.sh", "--plain", "--profile", "cuda", *words]
+        return subprocess.run(command, cwd=kit.root, env=environment, capture_output=True, text=True, timeout=120)
+
+    first = plain("cluster.share_gpu=true")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "Error" not in first.stdout
+    (published,) = (kit.root / "dist/nightly").glob("20*-plain-cuda")
+    said = (published / "functional/words").read_text()
+    assert said == f"run recipes/grpo_gpu.yaml cluster.share_gpu=true --out {published}/functional"
+    assert (published / "matrix/1/words").read_text() == f"fault f r.yaml --out {published}/matrix/1"
+    assert (published / "matrix/1/settings").read_text() == "fault f r.yaml\n"
+    closed = json.loads((published / "timings.json").read_text())
+    assert closed["night"]["seconds"]["suite: total"] == 9.0
+    assert {"stage: functional", "stage: matrices"} < closed["night"]["seconds"].keys()
+    assert json.loads((published / "report.json").read_text())["seconds"] == 9.0
+
+    assert plain("recipes/other.yaml", "grpo.seed=13").returncode == 1
+    assert plain("--stages", "image").returncode == 2
+    environment["PYTHON"] = ""
+    assert plain().returncode == 2
+    assert [one.status for one in read_nights(kit.root / "dist/nightly/history.jsonl")] == ["passed", "failed"]
+
+
 def test_a_release_is_reported(kit: Kit) -> None:
     digest = kit.release("tiny", [[]])
     history = kit.root / "history.jsonl"
@@ -183,3 +233,23 @@ def test_a_release_is_reported(kit: Kit) -> None:
     assert "night 2026-01-01 aaaaaaaaaaaa: passed" in shown.stdout
     missing = kit("report", "none")
     assert (missing.returncode, missing.stderr.count("\n")) == (1, 1)
+
+
+def test_a_suite_that_ran_as_a_job_is_reported_so(kit: Kit) -> None:
+    kit.release("tiny", [[]])
+    path = kit.root / "dist/tiny/record.json"
+    digest = read_record(path).image.digest
+    job = JobFacts(id="7", nodes="node[1-2]", backend="runner", seconds={"queued": 0.0, "command": 11.6})
+    suite = FunctionalSection(
+        path="functional/report.json", sha256="1" * 64, status="passed", image_digest=digest, sqsh_sha256="2" * 64,
+        passed=35, failed=0, skipped=0, job=job,
+    )  # fmt: skip
+    add_section(path, suite)
+    shown = kit("report", "tiny")
+    assert shown.returncode == 0, shown.stderr
+    assert (
+        "run: passed, 35 passed, 0 failed (the squashfs it ran in, as Slurm job 7 on node[1-2] by runner)"
+        in shown.stdout
+    )
+    assert "job until: command: 11.6 s" in shown.stdout
+    assert "job 7 on node[1-2] by runner" in (kit.root / "dist/tiny/report.html").read_text()

@@ -155,7 +155,7 @@ def test_any_key_at_fault_leaves_the_others_judged(load, override):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("loss_fn.truncated_importance_sampling_ratio=0", "loss_fn.truncated_importance_sampling_type=icepop"),
+        ("loss_fn.truncated_importance_sampling_ratio=0", "loss_fn.truncated_importance_sampling_type=ice"),
         ("G.vllm_cfg=7", "G.vllm_kwargs.dtype=half"),
         ("G.vllm_kwargs=7", "G.vllm_cfg.is_mx=true"),
         ("G.vllm_kwargs=7", "G.dynamo_cfg.worker_args.extra_cli_args=[--no-such]"),

@@ -173,6 +173,30 @@ def test_once_every_worker_is_lost_the_rest_is_given_up(monkeypatch):
     assert "given up" in str(outcomes[1])
 
 
+def test_what_is_given_up_from_outside_is_lost(monkeypatch):
+    monkeypatch.setattr(generation, "WATCH_INTERVAL_S", 0.05)
+    looks = []
+    gate = AdmissionGate()
+    outcomes = generation.complete_under_watch(
+        Lossy(gate), Fleet(lost=[0]), [(1,), (8,)], SAMPLING, lambda: bool(looks) or looks.append(1)
+    )
+    assert outcomes[0].token_ids == (1,)
+    assert "given up" in str(outcomes[1])
+    gate.close_and_drain(0)
+
+
+def test_what_the_look_raises_ends_the_batch(monkeypatch):
+    monkeypatch.setattr(generation, "WATCH_INTERVAL_S", 0.05)
+
+    def look():
+        raise RolloutError("stopped")
+
+    gate = AdmissionGate()
+    with pytest.raises(RolloutError, match="stopped"):
+        generation.complete_under_watch(Lossy(gate), Fleet(lost=[0]), [(8,)], SAMPLING, look)
+    gate.close_and_drain(0)
+
+
 def test_a_process_that_nothing_replaces_ends_the_batch(monkeypatch):
     def died():
         raise ProcessDiedError("etcd ended")

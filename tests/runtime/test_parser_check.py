@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from functional.runtime.errors import ConfigError
+from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.recipe import engine_flags
 from functional.runtime.recipe.parser_check import EngineCheck
 
@@ -83,5 +83,5 @@ def test_a_parser_that_hangs_meets_its_deadline(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 60\n")
     python.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"no answer within 0\.2 s"):
+    with pytest.raises(RunError, match=r"no answer within 0\.2 s"):
         EngineCheck(python, [], [], {}).result(0.2)

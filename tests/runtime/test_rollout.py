@@ -1,5 +1,6 @@
 """Which answers may be trained on, which prompts may be sent, and the admission gate."""
 
+import asyncio
 import json
 import threading
 import time
@@ -203,6 +204,35 @@ def test_the_gate_waits_for_what_is_inside_and_then_refuses():
         gate.enter()
     gate.reopen()
     gate.enter()
+
+
+def test_a_gate_that_makes_rollouts_wait_lets_them_in_at_the_version_it_opens_with(pool):
+    gate = AdmissionGate(waits=True)
+    gate.reopen(3)
+    assert pool.run(gate.admit()) == 3
+    gate.leave()
+    gate.shut()
+    waiting = asyncio.run_coroutine_threadsafe(gate.admit(2), pool._loop)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.1)
+    gate.close_and_drain(0)  # who waits is not inside
+    gate.reopen(4)
+    assert waiting.result(5) == 4
+    with pytest.raises(RolloutError, match="2 rollouts still under way"):
+        gate.close_and_drain(0.05)
+
+
+def test_who_gives_up_waiting_at_the_gate_is_not_inside_later(pool):
+    gate = AdmissionGate(waits=True)
+    gate.shut()
+    waiting = asyncio.run_coroutine_threadsafe(gate.admit(), pool._loop)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.1)
+    waiting.cancel()
+    gate.reopen(1)
+    assert pool.run(gate.admit()) == 1
+    gate.leave()
+    gate.close_and_drain(0)
 
 
 def test_a_drain_that_takes_too_long_leaves_the_gate_shut():

@@ -109,7 +109,28 @@ REFUSED = [
         "loss_fn.truncated_importance_sampling_type",
         "has no effect",
     ),
-    ("loss_fn.truncated_importance_sampling_type=icepop", "loss_fn.truncated_importance_sampling_type", "set tis"),
+    ("loss_fn.truncated_importance_sampling_type=ice", "loss_fn.truncated_importance_sampling_type", "icepop"),
+    ("loss_fn.truncated_importance_sampling_type=icepop", "loss_fn.truncated_importance_sampling_type", "both bounds"),
+    (
+        "loss_fn={truncated_importance_sampling_type: seq-mask-tis, truncated_importance_sampling_ratio: null,"
+        " truncated_importance_sampling_ratio_min: null}",
+        "loss_fn.truncated_importance_sampling_type",
+        "set loss_fn.truncated_importance_sampling_ratio",
+    ),
+    (
+        "loss_fn={truncated_importance_sampling_type: icepop, truncated_importance_sampling_ratio: 2,"
+        " truncated_importance_sampling_ratio_min: 3}",
+        "loss_fn.truncated_importance_sampling_ratio_min",
+        "is above",
+    ),
+    # generation beside training
+    (
+        "grpo.async_grpo.enabled=true loss_fn={use_importance_sampling_correction: false,"
+        " truncated_importance_sampling_ratio: null}",
+        "grpo.async_grpo.enabled",
+        "use_importance_sampling_correction",
+    ),
+    ("grpo.async_grpo.max_trajectory_age_steps=0", "grpo.async_grpo.max_trajectory_age_steps", "greater than"),
     ("loss_fn.truncated_importance_sampling_ratio=0", "loss_fn.truncated_importance_sampling_ratio", "greater than 0"),
     ("loss_fn.truncated_importance_sampling_ratio_min=0.5", "loss_fn.truncated_importance_sampling_ratio_min", "null"),
     ("loss_fn.ratio_clip_c=3", "loss_fn.ratio_clip_c", "remove it, or set null"),
@@ -265,6 +286,11 @@ ACCEPTED = [
     "G.vllm_kwargs.generation_config=vllm G.vllm_kwargs.override_generation_config={}",
     "loss_fn={use_importance_sampling_correction: false, truncated_importance_sampling_ratio: null}",
     "loss_fn.truncated_importance_sampling_type=tis",
+    "loss_fn={truncated_importance_sampling_type: seq-mask-tis, truncated_importance_sampling_ratio: 1.002,"
+    " truncated_importance_sampling_ratio_min: 0.999}",
+    "loss_fn={truncated_importance_sampling_type: icepop, truncated_importance_sampling_ratio: 5,"
+    " truncated_importance_sampling_ratio_min: 0.5}",
+    "grpo.async_grpo={enabled: true, in_flight_weight_updates: true}",
     "loss_fn={ratio_clip_c: null, use_cispo: false, reference_policy_kl_type: k3, kl_input_clamp_value: null}",
     "G.vllm_cfg.vllm_metrics_logger_interval=0.5 G.dynamo_cfg.metrics_interval_s=0.5",
     "G.vllm_cfg.enable_vllm_metrics_logger=false G.vllm_cfg.vllm_metrics_logger_interval=1.0",
@@ -293,9 +319,9 @@ def key_of(short):
 
 
 def split(overrides):
-    """`key=value` parts; a space before `G.` starts the next."""
-    parts = overrides.split(" G.")
-    return [parts[0], *("G." + part for part in parts[1:])]
+    """`key=value` parts; a space before `G.` or `loss_fn=` starts the next."""
+    parts = overrides.replace(" loss_fn=", " G.\0").split(" G.")
+    return [parts[0], *("loss_fn=" + part[1:] if part.startswith("\0") else "G." + part for part in parts[1:])]
 
 
 @pytest.mark.parametrize(("overrides", "key", "message"), REFUSED)
@@ -316,7 +342,8 @@ CAUTIONED = [
     ("G.vllm_kwargs.enable_prefix_caching=false", "that check is skipped"),
     ("G.vllm_cfg.enable_prefix_caching=false", "that check is skipped"),
     (f"{W}.endpoint_types=[chat]", "it is served too"),
-    ("grpo.async_grpo.enabled=true", "the loop is synchronous"),
+    ("grpo.async_grpo={enabled: true, recompute_kv_cache_after_weight_updates: false}", "caches are cleared"),
+    ("grpo.async_grpo={enabled: true, max_generation_failures: 3}", "no sample is dropped"),
 ]
 
 

@@ -34,11 +34,15 @@ exit 23
 
 def test_two_nodes_and_the_commands_exit_code() -> None:
     of_the_site = dict.fromkeys(("PYTHONPATH", "VIRTUAL_ENV", "BASH_ENV"), "/apps/of/the/site")
-    job = submit(TWO_NODES, settings={"SECRET": "handed on", **of_the_site})
+    told = SHARED / "alice/told.json"
+    told.write_text("{}\n")
+    settings = {"SECRET": "handed on", "RELEASE_FACTS": "/srv/alice/told.json", **of_the_site}
+    job = submit(TWO_NODES, settings=settings)
     assert job.wait() == ("FAILED", "23:0"), job.log
     assert (job.logs / "results/found.json").exists(), job.log
     found = json.loads((job.logs / "results/found.json").read_text())
     assert (found["nodes"], found["gpus"], found["secret"], found["site's"]) == (2, 4.0, "handed on", [])
+    assert (job.logs / "results/release.json").read_text() == "{}\n"
     places = {place["node"]: place for place in found["places"]}
     assert {node: place["FUNCTIONAL_NODE_IP"] for node, place in places.items()} == {
         "node1": "10.0.0.1",

@@ -76,3 +76,33 @@ def test_the_suite_ends_in_the_record(release: Path, nodes: int, backend: str) -
     assert record["functional"]["status"] == "passed"
     report = json.loads((release / "functional/report.json").read_text())
     assert len(report["topology"]["nodes"]) == nodes
+
+    facts = json.loads((release / "functional/release.json").read_text())
+    assert facts["sqsh_sha256"] == record["sqsh"]["sha256"]
+    assert facts["inputs"] == record["image"]["inputs"]
+    page = (release / "functional/report.md").read_text()
+    assert "hashed before the job was submitted" in page
+    assert "hash not told" not in page
+    job = record["functional"]["job"]
+    assert (job["nodes"], job["backend"]) == ("node1" if nodes == 1 else "node[1-2]", backend)
+    assert 0 < job["seconds"]["containers"] <= job["seconds"]["command"] < job["seconds"]["ended"]
+
+
+@pytest.mark.full
+def test_make_submit(release: Path) -> None:
+    """As it stands in the README; what it names comes from the environment. A run of one step, as a job."""
+    root = release.parents[1]
+    shutil.copy(REPO / "Makefile", root)
+    for name in ("lockfiles", "tests/functional"):
+        shutil.copytree(REPO / name, root / name)
+    packages = Path("/srv/kit/.venv") / Path(sysconfig.get_path("purelib")).relative_to(sysconfig.get_path("data"))
+    python = root / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nKIT_NO_VENV=1 PYTHONPATH={packages} PYTHONDONTWRITEBYTECODE=1 exec python3 "$@"\n')
+    python.chmod(0o755)
+    (root / ".venv/.installed").touch()
+    settings = ("GPUS_PER_NODE=2", "SLURM_PARTITION=local", "OBJECT_STORE_BYTES=100000000", "CONTAINER_BACKEND=runner")
+    words = ("env", "--chdir=/srv/alice/kit", *settings, "make submit")
+    finished = local("run", "-u", "alice", *words[:-1], *words[-1].split(), check=False, seconds=900)
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads((release / "record.json").read_text())["functional"]["status"] == "passed"

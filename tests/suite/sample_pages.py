@@ -8,7 +8,16 @@ from functional.runtime.refit.machine import Event, State, Transition
 from functional.suite.checklist import Checklist
 from functional.suite.data import DataRecord
 from functional.suite.pages.render import write_pages
-from functional.suite.report import NodePlace, Refit, Release, Report, Step, Topology, write_report
+from functional.suite.report import (
+    Asynchronous,
+    NodePlace,
+    Refit,
+    Release,
+    Report,
+    Step,
+    Topology,
+    write_report,
+)
 
 HOSTILE = '<script>alert("x")</script> | `code` \x1b[31m'
 
@@ -64,6 +73,20 @@ def long_run(out: Path, steps: int = 3000, workers: int = 256) -> None:
         for second in range(3000):
             parts = {"driver": [0.1, 2**30], "worker-0": [1.5, 2**33]}
             usage.append({"time": 1000.0 + second, "parts": parts, "gpus": [[50.0, 2**36], [90.0, 2**37]]})
+    report.asynchronous = Asynchronous(
+        bound=2,
+        in_flight_updates=True,
+        seconds=30000.0,
+        training_s=12000.0,
+        generating_s=18000.0,
+        both_s=9000.0,
+        trainer_waited_s=4000.0,
+        trainer_idle_s=18000.0,
+        engines_idle_s=12000.0,
+        ages={0: 64, 1: 100_000, 2: 91_936},
+        spanning=1234,
+        unused=0,
+    )
     report.finish(checks, None, 30000.0)
     finish(out, report)
 

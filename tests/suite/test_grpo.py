@@ -183,10 +183,68 @@ def test_a_clipped_token_has_no_gradient():
     assert logp.grad[0].tolist() == pytest.approx([0, -0.5])
 
 
+WEIGHTS = torch.tensor([[4.0, 0.5, 1.0, math.nan], [1.1, 0.9, 1.0, 1.0]])
+"""Of two samples, the first of three tokens."""
+PRESENT = torch.tensor([[True, True, True, False], [True] * 4])
+CORRECTIONS = [
+    # kind, low, high, weights of the first sample's tokens and of the second's, outside
+    (None, None, None, [4, 0.5, 1], [1.1, 0.9, 1, 1], [False] * 3, [False] * 4),
+    (None, None, 2.0, [2, 0.5, 1], [1.1, 0.9, 1, 1], [True, False, False], [False] * 4),
+    ("tis", None, 2.0, [2, 0.5, 1], [1.1, 0.9, 1, 1], [True, False, False], [False] * 4),
+    ("tis", 0.95, 2.0, [2, 0.95, 1], [1.1, 0.95, 1, 1], [True, True, False], [False, True, False, False]),
+    ("icepop", 0.5, 2.0, [0, 0.5, 1], [1.1, 0.9, 1, 1], [True, False, False], [False] * 4),
+    ("icepop", 0.95, 1.05, [0, 0, 1], [0, 0, 1, 1], [True, True, False], [True, True, False, False]),
+    # geometric means: (4 × 0.5 × 1)^(1/3) = 1.26 and (1.1 × 0.9)^(1/4) = 0.9975
+    ("seq-mask-tis", 0.5, 2.0, [4, 0.5, 1], [1.1, 0.9, 1, 1], False, False),
+    ("seq-mask-tis", 0.99, 1.2, [0, 0, 0], [1.1, 0.9, 1, 1], True, False),
+    ("seq-mask-tis", 0.999, 1.3, [4, 0.5, 1], [0, 0, 0, 0], False, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "low", "high", "first", "second", "out_first", "out_second"), CORRECTIONS)
+def test_importance_weights_by_hand(kind, low, high, first, second, out_first, out_second):
+    generation = torch.full((2, 4), -1.0)
+    weight, outside = importance_weight(generation + WEIGHTS.log(), generation, PRESENT, kind, low, high)
+    assert weight[0, :3].tolist() == pytest.approx(first)
+    assert weight[1].tolist() == pytest.approx(second)
+    if kind == "seq-mask-tis":
+        assert outside.tolist() == [out_first, out_second]
+    else:
+        assert (outside[0, :3].tolist(), outside[1].tolist()) == (out_first, out_second)
+
+
+def test_an_infinite_weight_is_cut_off_or_left_out():
+    old, generation = row(0.0), row(-1e4)
+    assert importance_weight(old, generation, ALL[:, :1], "tis", None, 2.0)[0].tolist() == [[2.0]]
+    assert importance_weight(old, generation, ALL[:, :1], "icepop", 0.5, 2.0)[0].tolist() == [[0.0]]
+    assert importance_weight(old, generation, ALL[:, :1], "seq-mask-tis", 0.5, 2.0)[0].tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "outside"),
+    [
+        ("tis", -(2 + 0.5 + 1 + 1.1 + 0.9 + 1 + 1) / 7, 1 / 7),
+        ("icepop", -5.5 / 7, 1 / 7),
+        ("seq-mask-tis", -4 / 7, 0.5),
+    ],
+)
+def test_the_loss_by_each_correction(kind, loss, outside):
+    """Of the first sample's mean, 1.26, 1.2 is the bound where whole samples are left out, and 2 of tokens."""
+    high = 1.2 if kind == "seq-mask-tis" else 2.0
+    config = LossConfig(
+        truncated_importance_sampling_type=kind,
+        truncated_importance_sampling_ratio=high,
+        truncated_importance_sampling_ratio_min=0.5,
+    )
+    generation = torch.full((2, 4), -1.0)
+    old = generation + WEIGHTS.log()
+    found, metrics = clipped_loss(old, old, generation, torch.ones(2), PRESENT, config)
+    assert found.item() == pytest.approx(loss)
+    assert metrics["importance_capped_fraction"] == pytest.approx(outside)
+
+
 def test_importance_weight_is_truncated():
     old, generation = row(-1.0, -1.0), row(-1.0 - math.log(4), -1.0 + math.log(2))
-    assert importance_weight(old, generation, 2.0)[0].tolist() == pytest.approx([2.0, 0.5])
-    assert importance_weight(old, generation, None)[0].tolist() == pytest.approx([4.0, 0.5])
     config = LossConfig(truncated_importance_sampling_ratio=2.0)
     loss, metrics = clipped_loss(old, old, generation, torch.tensor([1.0]), ALL, config)
     assert loss.item() == pytest.approx(-(2.0 + 0.5) / 2)

@@ -113,6 +113,10 @@ def test_the_chain_is_that_of_the_host_and_of_the_image(tmp_path):
     (tmp_path / "release.json").write_text(json.dumps({"image_digest": "sha256:2", "sqsh_sha256": "3"}))
     states = {link.name: link.state for link in chain(report, tmp_path)}
     assert (states["Image"], states["Squashfs"]) == ("no", "yes")
+    told = {"image_digest": "sha256:1", "sqsh_sha256": "3", "sqsh_hashed": "before the job was submitted"}
+    (tmp_path / "release.json").write_text(json.dumps(told))
+    because = {link.name: link.why for link in chain(report, tmp_path)}
+    assert because["Squashfs"] == "hashed before the job was submitted, as in the release's record"
     (tmp_path / "release.json").write_text("[")
     assert chain(report, tmp_path)[1].state == "yes"
 

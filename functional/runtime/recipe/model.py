@@ -258,8 +258,13 @@ class PolicyConfig(Section):
 
 
 class AsyncGrpoConfig(Section):
-    """`grpo.async_grpo`: the suite's loop is synchronous, where every sample is of the newest version: within each of
-    these bounds."""
+    """`grpo.async_grpo`: generation for later steps beside training.
+
+    max_trajectory_age_steps: policy versions that a sample may be behind the one that is trained;
+    max_generation_failures: samples that may be lost for good, which is none here; in_flight_weight_updates: updates do
+    not wait for the rollouts under way; recompute_kv_cache_after_weight_updates: what either value says, caches are
+    cleared with each update.
+    """
 
     enabled: bool = False
     max_trajectory_age_steps: int = Field(1, ge=1)
@@ -297,8 +302,10 @@ class GrpoConfig(Section):
 class LossConfig(OpenSection):
     """`loss_fn`, the names NeMo RL's recipes use. `rules` says which combinations the suite's trainer can do.
 
-    The ratio is clipped to [1 - ratio_clip_min, 1 + ratio_clip_max]. truncated_importance_sampling_ratio: cap of the
-    weight exp(old - generation); null leaves it uncapped. token_level_loss: mean over all tokens of the batch;
+    The ratio is clipped to [1 - ratio_clip_min, 1 + ratio_clip_max]. truncated_importance_sampling_type: what becomes
+    of weights exp(old - generation) outside truncated_importance_sampling_ratio_min and _ratio, of which null leaves a
+    side open: tis, as null, cuts them off, icepop makes them zero, seq-mask-tis makes those of whole samples zero by
+    their geometric mean. token_level_loss: mean over all tokens of the batch;
     otherwise mean over samples of each sample's mean. reference_policy_kl_type: the estimator; kl_input_clamp_value
     bounds the log-ratio that it is given, either way, and kl_output_clamp_value its result.
     """
@@ -312,6 +319,7 @@ class LossConfig(OpenSection):
     use_importance_sampling_correction: bool = True
     truncated_importance_sampling_type: str | None = None
     truncated_importance_sampling_ratio: float | None = Field(2.0, gt=0)
+    truncated_importance_sampling_ratio_min: float | None = Field(None, ge=0)
     token_level_loss: bool = True
 
 
@@ -399,7 +407,8 @@ class Thresholds(Section):
 class FaultConfig(Section):
     """`faults`: for fault tests only.
 
-    score_unfiltered: the trainer scores as if top_p and top_k cut nothing. break_connections: chance that a request or
+    score_unfiltered: the trainer scores as if top_p and top_k cut nothing. withhold_updates: the engines keep the first
+    weights, whatever the trainer learns. break_connections: chance that a request or
     answer breaks on its way. pause_send_s: holds a transfer open after `pause_send_after` tensors, at the update to
     policy version `pause_send_version`, so that something can be killed in the middle of it.
     """
@@ -408,6 +417,7 @@ class FaultConfig(Section):
     pause_send_after: int = Field(5, ge=0)
     pause_send_s: float = Field(20, ge=0)
     score_unfiltered: bool = False
+    withhold_updates: bool = False
     break_connections: float = Field(0.0, ge=0, le=0.9)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
-from functional.runtime.errors import ConfigError
+from functional.runtime.errors import ConfigError, RunError
 from functional.runtime.recipe.argv import WorkerPlace, frontend_arguments, worker_arguments, write_template
 from functional.runtime.recipe.environment import parser_environment
 from functional.runtime.recipe.model import Recipe
@@ -85,14 +85,13 @@ class EngineCheck:
         self.close()
 
     def result(self, timeout_s: float, scrub: Callable[[str], str] = str) -> None:
-        """Wait for the verdict. Raises ConfigError with the parser's words, `scrub`bed, when it refuses.
-
-        Also when there is no answer within `timeout_s`.
-        """
+        """Wait for the verdict. Raises ConfigError with the parser's words, `scrub`bed, when it refuses; RunError when
+        there is no answer within `timeout_s`, which is the machine's fault and not the recipe's."""
         try:
             output, errors = self._process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"the engine's parser gave no answer within {timeout_s:g} s") from None
+            why = "the machine is busy, or the time too short"
+            raise RunError(f"the engine's parser gave no answer within {timeout_s:g} s: {why}") from None
         finally:
             self.close()
         self.seconds = time.monotonic() - self.began

@@ -38,7 +38,9 @@ MAX_STOP_STRINGS = 32
 """The limit of Dynamo's API for one request."""
 MAX_SENT_STOPS = 4
 """What Dynamo 1.3.0.post1 takes in fact: behind its API's check, more stop strings or stop token IDs are a 500."""
+ASYNC = "grpo.async_grpo"
 TRUNCATION = "loss_fn.truncated_importance_sampling"
+TRUNCATIONS = ("tis", "icepop", "seq-mask-tis")
 UNCORRECTED = "has no effect: set loss_fn.use_importance_sampling_correction to true, or this to null"
 TOOL_DATA = "tool_arithmetic"
 BUILTIN_DATA = ("arithmetic", "token_set", TOOL_DATA)
@@ -81,7 +83,6 @@ LOSS_OFF: dict[str, Any] = {
     "use_on_policy_kl_approximation": False,
     "ratio_clip_c": None,
     "positive_example_nll_weight": 0,
-    "truncated_importance_sampling_ratio_min": None,
 }
 """Keys of NeMo RL's `loss_fn` that the suite's trainer does not have, with the value that asks for nothing."""
 
@@ -366,9 +367,7 @@ def find_cautions(recipe: Recipe) -> list[Problem]:
     if recipe.policy.generation.vllm_cfg.expose_http_server:
         cautions += _chat_cautions(recipe.policy.generation.dynamo_cfg)
     grpo = recipe.grpo
-    if grpo.async_grpo.enabled:
-        message = "the loop is synchronous: no sample is older than the policy, which every bound allows"
-        cautions.append(Problem("grpo.async_grpo.enabled", True, message))
+    cautions += _asynchronous_cautions(recipe)
     if not recipe.has_prefix_cache:
         message = "no cache to clear, so no update is seen to clear one: that check is skipped, and those of KV routing"
         cautions.append(Problem(f"{VLLM_KWARGS}.enable_prefix_caching", False, message))
@@ -380,6 +379,21 @@ def find_cautions(recipe: Recipe) -> list[Problem]:
         message = "has no effect on two generations with use_leave_one_out_baseline: one reward has no deviation"
         cautions.append(Problem("grpo.normalize_rewards", True, message))
     return cautions
+
+
+def _asynchronous_cautions(recipe: Recipe) -> Iterator[Problem]:
+    given = recipe.grpo.async_grpo
+    if not given.enabled:
+        return
+    if recipe.data.dataset_name == TOOL_DATA:
+        message = "conversations are generated between steps: none is older than the policy, which every bound allows"
+        yield Problem(f"{ASYNC}.enabled", True, message)
+    if not given.recompute_kv_cache_after_weight_updates:
+        message = "caches are cleared with each update all the same: its proof asks for that"
+        yield Problem(f"{ASYNC}.recompute_kv_cache_after_weight_updates", False, message)
+    if given.max_generation_failures:
+        message = "no sample is dropped: what is lost with a worker is generated again, any other failure ends the run"
+        yield Problem(f"{ASYNC}.max_generation_failures", given.max_generation_failures, message)
 
 
 def _chat_cautions(dynamo: DynamoConfig) -> Iterator[Problem]:
@@ -522,14 +536,27 @@ def _dataset(key: str, name: str) -> Iterator[Problem]:
 def _truncation_type(recipe: Recipe) -> Iterator[Problem]:
     loss = recipe.loss_fn
     kind = loss.truncated_importance_sampling_type
-    if kind not in (None, "tis"):
-        yield Problem(
-            f"{TRUNCATION}_type", kind, "the suite's trainer cuts importance weights off only: set tis, or null"
-        )
-    elif kind == "tis" and not loss.use_importance_sampling_correction:
+    if kind is None:
+        return
+    if kind not in TRUNCATIONS:
+        yield Problem(f"{TRUNCATION}_type", kind, f"is none of {', '.join(TRUNCATIONS)}, or null")
+    elif not loss.use_importance_sampling_correction:
         yield Problem(f"{TRUNCATION}_type", kind, UNCORRECTED)
-    elif kind == "tis" and loss.truncated_importance_sampling_ratio is None:
+    elif loss.truncated_importance_sampling_ratio is None:
         yield Problem(f"{TRUNCATION}_type", kind, f"has no effect: set {TRUNCATION}_ratio, or this to null")
+    elif kind != "tis" and loss.truncated_importance_sampling_ratio_min is None:
+        yield Problem(f"{TRUNCATION}_type", kind, f"needs both bounds: set {TRUNCATION}_ratio_min")
+
+
+def _truncation_bounds(recipe: Recipe) -> Iterator[Problem]:
+    loss = recipe.loss_fn
+    low, high = loss.truncated_importance_sampling_ratio_min, loss.truncated_importance_sampling_ratio
+    if low is None:
+        return
+    if loss.truncated_importance_sampling_type is None:
+        yield Problem(f"{TRUNCATION}_ratio_min", low, f"has no effect: set {TRUNCATION}_type, or this to null")
+    elif high is not None and low > high:
+        yield Problem(f"{TRUNCATION}_ratio_min", low, f"is above {TRUNCATION}_ratio, {high:g}")
 
 
 def _truncation_ratio(recipe: Recipe) -> Iterator[Problem]:
@@ -537,6 +564,14 @@ def _truncation_ratio(recipe: Recipe) -> Iterator[Problem]:
     ratio = loss.truncated_importance_sampling_ratio
     if ratio is not None and not loss.use_importance_sampling_correction:
         yield Problem(f"{TRUNCATION}_ratio", ratio, UNCORRECTED)
+
+
+def _asynchronous(recipe: Recipe) -> Iterator[Problem]:
+    """Samples of an older policy are off policy: without the correction the objective is another one."""
+    given, loss = recipe.grpo.async_grpo, recipe.loss_fn
+    if given.enabled and recipe.data.dataset_name != TOOL_DATA and not loss.use_importance_sampling_correction:
+        message = "needs loss_fn.use_importance_sampling_correction: samples are older than the policy that is trained"
+        yield Problem(f"{ASYNC}.enabled", True, message)
 
 
 def _loss_keys(recipe: Recipe) -> Iterator[Problem]:
@@ -602,6 +637,8 @@ RULES: tuple[Rule, ...] = (
     _loss_keys,
     _truncation_type,
     _truncation_ratio,
+    _truncation_bounds,
+    _asynchronous,
     _data,
     _weights_and_biases,
 )

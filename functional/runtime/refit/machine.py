@@ -100,7 +100,7 @@ class RefitMachine:
         now, seconds = time.time(), time.monotonic() - self._since
         self._since = time.monotonic()
         if after is State.SERVING:
-            self._gate.reopen()
+            self._gate.reopen(self.version)
         else:
             self._gate.shut()
         transition = Transition(

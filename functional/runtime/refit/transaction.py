@@ -57,14 +57,19 @@ class FleetRefit:
         has_prefix_cache: bool = True,
         on_step: Callable[[int, str], None] = lambda version, name: None,
         on_transition: Callable[[Transition], None] = lambda transition: None,
+        drain_s: float | None = None,
+        give_up_rollouts: Callable[[], None] | None = None,
         pool: Executor | None = None,
     ) -> None:
         """address: of this machine, for the transfer's rendezvous; timeout_s: the engine-side deadline of each wait.
 
         attempts: tries of one version; ranks_per_worker: tensor × pipeline parallel size of an engine;
         has_prefix_cache: of engines without, no clear is looked for; on_step hears the version being brought about and
-        each step's name as it begins; pool runs the calls to the workers (a thread
-        each, if not given).
+        each step's name as it begins; pool runs the calls to the workers (a thread each, if not given); drain_s: how
+        long the rollouts under way may take to end, if not timeout_s.
+        give_up_rollouts: given, an update does not wait for the rollouts under way: engines freeze them, forget what
+        they had computed of them, and go on with the new weights. After an attempt that failed they may have met
+        others: it ends them all, and returns once none is under way.
         """
         self.workers = list(workers)
         self.version: int | None = None
@@ -79,6 +84,8 @@ class FleetRefit:
         self._ranks_per_worker = ranks_per_worker
         self._has_prefix_cache = has_prefix_cache
         self._on_step = on_step
+        self._drain_s = timeout_s if drain_s is None else drain_s
+        self._give_up_rollouts = give_up_rollouts
         self._pool = pool or ThreadPoolExecutor(max_workers=len(workers) + 1, thread_name_prefix="refit")
         self._machine = RefitMachine(gate, on_transition)
         self._announced: tuple[int, Future[Manifest]] | None = None
@@ -250,6 +257,8 @@ class FleetRefit:
         self._grouped = False
         self._lost.clear()
         try:
+            if self._give_up_rollouts is not None:
+                self._give_up_rollouts()
             if lost:
                 self._replace_lost(lost, result)
         except RunError as error:
@@ -274,17 +283,20 @@ class FleetRefit:
         ]
 
     def _drain(self, result: RefitResult) -> None:
-        with self._step("drain", result):
-            self._gate.close_and_drain(self._timeout_s)
-        if self._warmed_at != (now := self._gate.idle_since()):  # rollouts may have driven the probe out of caches
+        if self._give_up_rollouts is None:
+            with self._step("drain", result):
+                self._gate.close_and_drain(self._drain_s)
+        now = self._gate.idle_since()
+        if now is None or self._warmed_at != now:  # rollouts may have driven the probe out of caches
             self._warmed.clear()
             self._warmed_at = now
 
     def _pause(self, result: RefitResult) -> None:
         with self._step("see cache", result):
             self._on_all(self._see_cache)
+        mode = "wait" if self._give_up_rollouts is None else "keep"
         with self._step("pause", result):
-            self._on_all(lambda w: w.control.call("pause_generation", {"mode": "wait", "clear_cache": True}))
+            self._on_all(lambda w: w.control.call("pause_generation", {"mode": mode, "clear_cache": True}))
 
     def _send(self, result: RefitResult) -> None:
         result.bytes_sent, result.tensors = self._manifest.nbytes, len(self._manifest.slots)

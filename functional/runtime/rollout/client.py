@@ -65,6 +65,7 @@ class RolloutClient:
         self.pool = pool
         self._sender = Sender(pool, f"{url}/v1/completions", timeout_s, journal)
         self._model = model
+        self._gate = gate
         self._admission = Admission(gate, max_inflight)
         self.limits = limits
         self._journal = journal
@@ -115,9 +116,10 @@ class RolloutClient:
         return outcomes
 
     async def _rollout(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        async with self._admission:
+        async with self._admission as version:
             named = sampling.instances and sampling.instances[next(self._turns) % len(sampling.instances)]
-            return await self._complete(prompt, sampling, named or None, "rollout")
+            completion = await self._complete(prompt, sampling, named or None, "rollout")
+            return replace(completion, policy_version=version, last_version=self._gate.version)
 
     async def _complete(
         self, prompt: Sequence[int], sampling: Sampling, instance_id: int | None, purpose: str

@@ -56,6 +56,8 @@ class Completion:
     """One completion. `problem` names the first rule it breaks, None when it may be trained on.
 
     token_ids and logprobs: one entry a generated token; logprobs in nats. Times in seconds since the epoch.
+    max_tokens: what this request was allowed; truncated: it ended there, not at a stop token. policy_version: of the
+    fleet when it was let in, last_version: when it was answered; another only where updates do not wait for rollouts.
     max_tokens: what this request was allowed; truncated: it ended there, not at a stop token. prompt_logprobs, where
     asked for: of each of the prompt's tokens but the first, in nats; empty where the engine had a part in its cache.
     """
@@ -74,6 +76,8 @@ class Completion:
     timing: dict[str, Any] = field(default_factory=dict)
     max_tokens: int = 0
     truncated: bool = False
+    policy_version: int | None = None
+    last_version: int | None = None
     prompt_logprobs: tuple[float, ...] = ()
 
 

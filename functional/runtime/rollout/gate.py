@@ -11,10 +11,15 @@ from functional.runtime.errors import AdmissionShutError, RolloutError
 class AdmissionGate:
     """Lets rollouts in while open; `close_and_drain` shuts it and waits until none is under way.
 
-    Thread-safe; a refit closes it from another thread than the one that generates.
+    Thread-safe; a refit closes it from another thread than the one that generates. version: the policy version of the
+    fleet behind it, once there is one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waits: bool = False) -> None:
+        """waits: whether `admit` waits while the gate is shut, as generation beside training must, or raises."""
+        self.version: int | None = None
+        self._waits = waits
+        self._waiting: list[asyncio.Future[None]] = []
         self._condition = threading.Condition()
         self._open = True
         self._inside = 0
@@ -29,17 +34,29 @@ class AdmissionGate:
         with self._condition:
             return None if self._inside else self._entered
 
-    def enter(self) -> None:
-        """Count one rollout in. Raises AdmissionShutError while the gate is shut."""
+    def enter(self, count: int = 1) -> None:
+        """Count rollouts in. Raises AdmissionShutError while the gate is shut."""
         with self._condition:
             if not self._open:
                 raise AdmissionShutError("rollout refused: admission is shut (an update is under way or has failed)")
-            self._inside += 1
-            self._entered += 1
+            self._inside += count
+            self._entered += count
 
-    def leave(self) -> None:
+    async def admit(self, count: int = 1) -> int | None:
+        """Count rollouts in, all at once; returns the version that they are asked of. Where a shut gate makes nobody
+        wait, raises AdmissionShutError."""
+        while True:
+            with self._condition:
+                if self._open or not self._waits:
+                    self.enter(count)
+                    return self.version
+                opened = asyncio.get_running_loop().create_future()
+                self._waiting.append(opened)
+            await opened
+
+    def leave(self, count: int = 1) -> None:
         with self._condition:
-            self._inside -= 1
+            self._inside -= count
             self._condition.notify_all()
 
     def shut(self) -> None:
@@ -54,9 +71,25 @@ class AdmissionGate:
             if not self._condition.wait_for(lambda: self._inside == 0, timeout_s):
                 raise RolloutError(f"{self._inside} rollouts still under way {timeout_s:g} s after admission was shut")
 
-    def reopen(self) -> None:
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Whether no rollout is under way any more, after so long at most."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._inside == 0, timeout_s)
+
+    def reopen(self, version: int | None = None) -> None:
+        """Let rollouts in, those first that wait. version: of the fleet from now on, if it is another."""
         with self._condition:
             self._open = True
+            if version is not None:
+                self.version = version
+            waiting, self._waiting = self._waiting, []
+        for opened in waiting:
+            opened.get_loop().call_soon_threadsafe(_let_in, opened)
+
+
+def _let_in(opened: "asyncio.Future[None]") -> None:
+    if not opened.done():  # one that was given up
+        opened.set_result(None)
 
 
 class Admission:
@@ -69,11 +102,11 @@ class Admission:
             nullcontext() if max_inflight is None else asyncio.Semaphore(max_inflight)
         )
 
-    async def __aenter__(self) -> None:
-        """Raises AdmissionShutError while the gate is shut."""
+    async def __aenter__(self) -> int | None:
+        """Returns the version that the rollout is asked of. Raises as `AdmissionGate.admit`."""
         await self._inflight.__aenter__()
         try:
-            self._gate.enter()
+            return await self._gate.admit()
         except BaseException:
             await self._inflight.__aexit__(None, None, None)
             raise

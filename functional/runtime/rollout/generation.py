@@ -52,18 +52,20 @@ def generate(
     make_whole: Callable[[], None] | None,
     on_lost: Callable[[int, RolloutError], None] = lambda index, error: None,
     addressed: Callable[[Sampling], Sampling] = lambda sampling: sampling,
+    is_given_up: Callable[[], bool] = lambda: False,
 ) -> list[FoundType]:
     """A completion for each prompt, in order; `attempt` is one higher for those that were generated again.
 
     find_lost asks every worker, and gives slot → why for those that count as lost; make_whole replaces them, at the
     version that the fleet has (a refit does both, and lies above this room), and is None while there is no such
     version; on_lost hears the place in the batch of each lost sample, and why, before anything is done about it;
-    addressed adds the workers that requests must name, as they are when it is asked.
+    addressed adds the workers that requests must name, as they are when it is asked; is_given_up is asked at each look
+    at the fleet whether what is under way is to be lost, and what it raises ends the batch.
 
     Raises RolloutError for requests that failed although no worker was lost, or a second time; ProcessDiedError when a
     process dies that nothing replaces; and what `make_whole` raises.
     """
-    outcomes = complete_under_watch(client, fleet, prompts, addressed(sampling))
+    outcomes = complete_under_watch(client, fleet, prompts, addressed(sampling), is_given_up)
     lost = [(index, found) for index, found in enumerate(outcomes) if isinstance(found, RolloutError)]
     for index, error in lost:
         on_lost(index, error)
@@ -72,7 +74,8 @@ def generate(
         if not is_worker_lost(fleet, find_lost) or make_whole is None:
             raise first
         make_whole()
-        again = complete_under_watch(client, fleet, [prompts[index] for index, _ in lost], addressed(sampling))
+        left = [prompts[index] for index, _ in lost]
+        again = complete_under_watch(client, fleet, left, addressed(sampling), is_given_up)
         for (index, _), found in zip(lost, again, strict=True):
             outcomes[index] = found if isinstance(found, RolloutError) else replace(found, attempt=found.attempt + 1)
     for found in outcomes:
@@ -82,9 +85,13 @@ def generate(
 
 
 def complete_under_watch(
-    client: Completer[AskedType, FoundType], fleet: Fleet, prompts: Sequence[AskedType], sampling: Sampling
+    client: Completer[AskedType, FoundType],
+    fleet: Fleet,
+    prompts: Sequence[AskedType],
+    sampling: Sampling,
+    is_given_up: Callable[[], bool] = lambda: False,
 ) -> list[FoundType | RolloutError]:
-    """One outcome a prompt; once every worker is lost, what is under way is given up.
+    """One outcome a prompt; once every worker is lost, or `is_given_up` says so, what is under way is given up.
 
     Raises ProcessDiedError when a process dies that nothing replaces.
     """
@@ -96,7 +103,8 @@ def complete_under_watch(
             while not rollouts.done():
                 await asyncio.wait({rollouts}, timeout=WATCH_INTERVAL_S)
                 await asyncio.to_thread(fleet.check_control_plane)
-                if len(await asyncio.to_thread(fleet.lost_workers)) == len(fleet.workers):
+                lost = await asyncio.to_thread(fleet.lost_workers)
+                if is_given_up() or len(lost) == len(fleet.workers):
                     given_up.set()
         except BaseException:
             rollouts.cancel()

@@ -12,7 +12,8 @@ from functional.runtime.jsonlines import JsonLines, read_json_lines
 class RolloutRecord:
     """Everything that identifies one sample. Log-probs in nats, times in seconds since the epoch.
 
-    policy_version: the version whose weights made it; request_id and instance_id join it to Dynamo's logs; max_tokens:
+    policy_version: the version whose weights made it, the oldest of several, and last_version the newest: they differ
+    only where updates do not wait for rollouts; request_id and instance_id join it to Dynamo's logs; max_tokens:
     what its prompt left it of `max_new_tokens`; truncated: it ended there, not at a stop token; turn: of a
     conversation, whose turns share `rollout` and reward.
     """
@@ -37,6 +38,7 @@ class RolloutRecord:
     accepted: bool
     reason: str | None
     turn: int = 1
+    last_version: int | None = None
 
 
 class RecordWriter:

@@ -11,10 +11,11 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from functional.runtime.errors import RolloutError
 from functional.runtime.rollout.client import Limits, RolloutClient
@@ -112,14 +113,15 @@ class SpreadClient:
     async def _through_gate(
         self, helper: "_Helper", part: Prompts, sampling: Sampling, given_up: asyncio.Event
     ) -> tuple[Outcomes, float]:
-        with contextlib.ExitStack() as inside:
-            try:
-                for _ in part:
-                    self._gate.enter()
-                    inside.callback(self._gate.leave)
-            except RolloutError as shut:
-                return [shut] * len(part), 0.0
-            return await helper.complete_each(part, sampling, given_up, self.processes)
+        try:
+            first = await unless(given_up, self._gate.admit(len(part)))
+        except RolloutError as refused:
+            return [refused] * len(part), 0.0
+        try:
+            found, seconds = await helper.complete_each(part, sampling, given_up, self.processes)
+            return [_of_versions(one, first, self._gate.version) for one in found], seconds
+        finally:
+            self._gate.leave(len(part))
 
     def add_helper(self) -> None:
         """Start one more; it stays."""
@@ -130,6 +132,25 @@ class SpreadClient:
         for helper in self._helpers:
             helper.close()
         self._helpers = []
+
+
+async def unless(given_up: asyncio.Event, entering: Coroutine[Any, Any, int | None]) -> int | None:
+    """What `admit` gives. Raises RolloutError where all is given up before."""
+    admitted, ended = asyncio.ensure_future(entering), asyncio.ensure_future(given_up.wait())
+    try:
+        await asyncio.wait({admitted, ended}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ended.cancel()
+        if not admitted.done():
+            admitted.cancel()
+    if not admitted.done():
+        raise RolloutError("given up while admission was shut")
+    return admitted.result()
+
+
+def _of_versions(found: Completion | RolloutError, first: int | None, last: int | None) -> Completion | RolloutError:
+    """A helper's gate knows no version."""
+    return found if isinstance(found, RolloutError) else replace(found, policy_version=first, last_version=last)
 
 
 def processes_wanted(busy: float, processors: int) -> int:

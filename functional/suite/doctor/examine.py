@@ -14,6 +14,7 @@ import psutil
 from functional.suite.doctor.causes import MACHINE, REFIT, STARTING, Cause, first
 from functional.suite.doctor.finding import Finding, Result
 from functional.suite.doctor.folder import Move, RunFolder
+from functional.suite.reserve import RESERVE_BYTES
 
 RUN, READY, SCORE = "The run", "Frontend never becomes ready", "Training cannot score a completion"
 HANGS, OUTPUT = "Refit hangs or fails", "Post-update output is inconsistent"
@@ -391,7 +392,12 @@ def _machine(run: RunFolder) -> Iterator[Finding]:
             MACHINE_ROW, Result.PROBLEM, "broken-file", looked, f"{name}: {why}", "a full disk, or a hand in the folder"
         )
     space = shutil.disk_usage(run.out)
-    if space.free < LOW_SPACE * space.total and run.state == "running":
+    if space.free < RESERVE_BYTES and run.report.get("status") != "passed" and not found:
+        found = True
+        text = f"{space.free / 2**20:.1f} MiB are free where the run writes"
+        step = "free space, and run again; what the run wrote last may be cut off"
+        yield Finding(MACHINE_ROW, Result.PROBLEM, "disk-full", looked, text, step)
+    elif space.free < LOW_SPACE * space.total and run.state == "running":
         found = True
         text = f"{space.free / 2**30:.1f} GiB are free where the run writes"
         yield Finding(

@@ -18,6 +18,8 @@ def charts(report: Report, files: RunFiles) -> list[Plot]:
     drawn = (
         _bring_up(report),
         _steps(report, files),
+        _beside(report),
+        _ages(report),
         _rewards(report),
         _agreement(report),
         _pairs(files),
@@ -54,10 +56,42 @@ def _steps(report: Report, files: RunFiles) -> Plot | None:
         update = files.event(f"refit {step}: warm probe", began)
         parts = [("generate", answered - began)] if answered is not None else []
         if answered is not None and update is not None:
-            parts.append(("train", max(update - answered, 0.0)))
+            name = "train" if report.asynchronous is None else "wait and train"
+            parts.append((name, max(update - answered, 0.0)))
         parts += [("update", totals[step])] if step in totals else []
         rows.append(Bar(f"step {step}", parts))
     return bars("Time of a step", "Generation, training and policy update of each step.", rows, "s")
+
+
+def _beside(report: Report) -> Plot | None:
+    """Of a run that generates while it trains."""
+    found = report.asynchronous
+    if found is None:
+        return None
+    rows = [
+        Bar(
+            "trainer",
+            [("alone", found.training_s - found.both_s), ("both", found.both_s), ("idle", found.trainer_idle_s)],
+        ),
+        Bar(
+            "engines",
+            [("alone", found.generating_s - found.both_s), ("both", found.both_s), ("idle", found.engines_idle_s)],
+        ),
+    ]
+    about = (
+        f"From the first rollout to the last update, {number(found.seconds)} s. The trainer waited "
+        f"{number(found.trainer_waited_s)} s for samples, or for rollouts to end before an update."
+    )
+    return bars("Generation beside training", about, rows, "s")
+
+
+def _ages(report: Report) -> Plot | None:
+    found = report.asynchronous
+    if found is None:
+        return None
+    rows = [Bar(f"age {age}", [("samples", float(count))]) for age, count in sorted(found.ages.items())]
+    about = f"How many policy versions samples were behind the trainer that learned from them; at most {found.bound}."
+    return bars("Age of samples", about, rows, "samples")
 
 
 def _last_answers(files: RunFiles) -> dict[int, list[float]]:

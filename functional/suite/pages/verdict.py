@@ -21,6 +21,7 @@ SECTIONS = (
         r"refit|.*\.(version_reached|weights_proved|cache_clear_seen|probe_matches|stale_weights_refused)",
     ),
     ("Post-update generation", r"post_update\."),
+    ("Generation beside training", r"async\."),
     ("Learning", r"step\d+\.(chat\.)?(rewards_differ|policy_moved)"),
     ("Routing and telemetry", r"routing\.|telemetry\.|network\."),
     ("Recovery and teardown", r"teardown\.|fault|recover"),
@@ -139,7 +140,8 @@ def _image(digest: str | None, told: str | None) -> Link:
 def _squashfs(host: dict[str, Any], digest: str | None) -> Link:
     sha256 = host.get("sqsh_sha256")
     if sha256:
-        return Link("Squashfs", f"sha256:{sha256}", "yes", "hashed right before the run, as in the release's record")
+        when = host.get("sqsh_hashed", "right before the run")
+        return Link("Squashfs", f"sha256:{sha256}", "yes", f"hashed {when}, as in the release's record")
     if digest is None:
         return Link("Squashfs", "none", "unknown", "not run from one")
     return Link("Squashfs", "hash not told", "unknown", "record.json of the release has it")
