@@ -45,7 +45,7 @@ DIAGNOSED = {
     "worker-killed-ahead": {"worker-lost"},
     "rank-killed-generating": {"worker-lost"},
     "rank-killed-mid-transfer": {"worker-lost"},
-    "trainer-rank-killed-generating": {"sender-lost"},
+    "trainer-rank-killed-generating": {"trainer-ended"},
     "trainer-rank-killed-mid-transfer": {"sender-lost"},
     "etcd-killed": {"etcd-ended"},
     "nats-killed": {"nats-server-ended"},
