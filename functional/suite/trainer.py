@@ -138,6 +138,10 @@ class Trainer:
         """As `TrainerRank.go_back`."""
         self._together("go_back", version)
 
+    def start_over(self, version: int) -> None:
+        """As `TrainerRank.start_over`."""
+        self._together("start_over", version)
+
     def nudge(self, version: int) -> dict[str, float]:
         """As `TrainerRank.nudge`."""
         figures: dict[str, float] = self._together("nudge", version)
