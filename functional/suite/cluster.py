@@ -58,12 +58,20 @@ def check_devices(recipe: Recipe) -> None:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cluster.share_gpu and shown is not None:
         raise ConfigError(f"CUDA_VISIBLE_DEVICES={shown}: cluster.share_gpu takes the machine's first GPU(s); unset it")
-    generating = recipe.engine_devices
-    needed = generating if cluster.share_gpu else cluster.gpus_per_node
+    needed = 1 if cluster.share_gpu else cluster.gpus_per_node
     found = torch.cuda.device_count()
     if found < needed:
         where = "this machine has" if shown is None else f"CUDA_VISIBLE_DEVICES={shown} shows"
         raise ConfigError(f"cluster.gpus_per_node={cluster.gpus_per_node}: {needed} GPU(s) needed, {where} {found}")
+
+
+def shared_gpus(recipe: Recipe) -> int:
+    """How many GPUs trainer and engines take turns on; 0 where they share none."""
+    if not recipe.cluster.share_gpu:
+        return 0
+    import torch
+
+    return min(torch.cuda.device_count(), recipe.engine_devices)
 
 
 @contextmanager

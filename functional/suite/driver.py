@@ -25,7 +25,7 @@ from functional.suite.agent_session import AgentSession
 from functional.suite.async_session import AsyncSession
 from functional.suite.cluster import check_devices
 from functional.suite.hardware import read_hardware
-from functional.suite.leftovers import find_leftovers
+from functional.suite.leftovers import drop_memory, find_leftovers
 from functional.suite.outcome import make_folders, summarize, write_pages_or_say
 from functional.suite.preflight import Prepared, prepare
 from functional.suite.report import EngineOption, Report, read_release, write_atomically, write_report
@@ -60,9 +60,12 @@ def run(
         session.say(f"warning: {warning}")
     failure, is_bad_input = carry_out(session, programs, log_dir, reserve)
     shutil.rmtree(run_dir, ignore_errors=True)
-    leftovers = [*session.remains, *find_leftovers(run_dir, session.ports)]
+    left = find_leftovers(run_dir, session.ports, session.worker_folders, drop_memory(session.memory))
+    leftovers = [*session.remains, *left]
     session.checks.add(
-        "teardown.nothing_left", not leftovers, "; ".join(leftovers) or "no process, port or folder of the run is left"
+        "teardown.nothing_left",
+        not leftovers,
+        "; ".join(leftovers) or "no process, port, shared memory or folder of the run is left",
     )
     report.finish(session.checks, failure, time.monotonic() - session.began)
     write_report(out, report)

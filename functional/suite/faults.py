@@ -52,11 +52,17 @@ RANKS = (
     "policy.generation.colocated.resources.gpus_per_node=2",
     "cluster.gpus_per_node=3",
 )
+TRAINERS = ("cluster.gpus_per_node=3",)
+GONE = "trainer rank 1 of 2: its process is gone"
 CASES = {
     "worker-killed-generating": Case("worker-0", "step 1: generating", None, 0, LONG, delay_s=0),
     "worker-killed-mid-transfer": Case("worker-0", "refit 1: transfer", None, 0, HELD, delay_s=2),
     "rank-killed-generating": Case("worker-0", "step 1: generating", None, 0, LONG + RANKS, delay_s=0, rank_only=True),
     "rank-killed-mid-transfer": Case("worker-0", "refit 1: transfer", None, 0, HELD + RANKS, delay_s=2, rank_only=True),
+    "trainer-rank-killed-generating": Case("trainer-1", "step 1: generating", GONE, overrides=LONG + TRAINERS),
+    "trainer-rank-killed-mid-transfer": Case(
+        "trainer-1", "refit 1: transfer", GONE, overrides=HELD + TRAINERS, delay_s=2
+    ),
     "worker-killed-ahead": Case("worker-0", "step 3: generating", None, 0, LONG + AHEAD, delay_s=0),
     "etcd-killed": Case("etcd", "step 1: generating", "etcd was killed by SIGKILL", overrides=LONG),
     "nats-killed": Case("nats-server", "step 1: generating", "nats-server was killed by SIGKILL", overrides=LONG),

@@ -147,6 +147,7 @@ class Topology(Section):
     workers: dict[int, int] = Field(description="Instance ID by slot.")
     seeds: dict[int, list[int]] = Field(description="Seeds of every engine that the slot has had.")
     device: str
+    trainer_ranks: int = Field(1, description="Devices that the trainer has.")
     share_gpu: bool
     note: str
     nodes: list[NodePlace]

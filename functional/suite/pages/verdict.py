@@ -174,7 +174,8 @@ def _topology(report: Report) -> str:
     if report.topology is None:
         return "no fleet came up"
     workers, nodes = len(report.topology.workers), len(report.topology.nodes)
-    text = f"{workers} worker(s) of {'·'.join(sizes)} on {nodes} node(s), trainer on {report.topology.device}"
+    ranks = f" of {report.topology.trainer_ranks} ranks" if report.topology.trainer_ranks > 1 else ""
+    text = f"{workers} worker(s) of {'·'.join(sizes)} on {nodes} node(s), trainer{ranks} on {report.topology.device}"
     return f"{text}. {report.topology.note}" if report.topology.note else text
 
 
