@@ -126,7 +126,7 @@ class AsyncSession(Session):
             is_judged=is_present or own is not None,
         )
 
-    def _bring(self, parts: Parts, step: int) -> RefitResult | None:
+    def _bring(self, parts: Parts, step: int) -> RefitResult:
         assert self._ahead is not None
         with self._weights:
             result = super()._bring(parts, step)

@@ -109,6 +109,21 @@ def probe_rates(
     raise typer.Exit(run_module("functional.suite.probe_rates", recipe, out, *(overrides or [])))
 
 
+@app.command()
+def learning(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="Folder for learning.json, learning.svg and the report.")] = Path(
+        "functional-learning"
+    ),
+) -> None:
+    """Measure whether the reward rises over three seeds, and stays where no update reaches the engines.
+
+    Example: functional learning recipes/learning_cpu.yaml --out /tmp/learning
+    """
+    raise typer.Exit(run_module("functional.suite.learning", recipe, out, *(overrides or [])))
+
+
 @app.command("refit-rates")
 def refit_rates(
     recipe: RecipeArgument,

@@ -49,6 +49,8 @@ FILES = (
     "routers.json",
     "routers.md",
     "routers.svg",
+    "learning.json",
+    "learning.svg",
     "chat.json",
 )
 """What a run writes beside its logs, and removes of an earlier one."""

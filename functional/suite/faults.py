@@ -84,7 +84,7 @@ def run_case(name: str, recipe: Path, out: Path, overrides: list[str], deadline_
         raise ConfigError(f"fault case {name!r}: known are {', '.join(CASES)}")
     case = CASES[name]
     shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)  # a container's mount stays, empty
     command = [sys.executable, "-m", "functional.suite.cli", "run", str(recipe), *case.overrides, *overrides]
     with (out / "run.log").open("w", encoding="utf-8") as log:
         run = subprocess.Popen([*command, "--out", str(out)], stdout=log, stderr=log)

@@ -1,30 +1,31 @@
 """Whether a recipe learns: its reward's slope over several seeds, and the same with updates withheld from the engines.
 
-    python -m functional.suite.learning RECIPE OUT [key=value …]
-
-A run for each seed and arm, one after the other, into OUT/trained-SEED and OUT/withheld-SEED; learning.json and
-learning.svg. With `faults.withhold_updates` the trainer takes its steps, and the engines keep the first weights: a
-slope that remains comes from something else than updates. Exit status 1 unless the interval of the trained slope lies
-above 0, and that of the withheld one within TOLERANCE of it, either way.
+One fleet. Each seed has two courses of `grpo.max_num_steps` steps, from the first weights, a fresh optimizer and the
+seed's own prompts: in one the fleet has an update after each step, in the other it keeps the first weights whatever the
+trainer learns. A slope that remains there comes from something else than updates.
 """
 
 import json
-import subprocess
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from functional.runtime.errors import RunError
+from functional.suite import checks, driver
+from functional.suite.batch import score
 from functional.suite.pages.plots import Series, lines
 from functional.suite.report import write_atomically
 from functional.suite.router_findings import Interval, interval
+from functional.suite.session import Parts, Session, interrupt
+from functional.suite.step_figures import as_step
+from functional.suite.tasks import Task, make_task
+from functional.suite.watching import watched
 
-SEEDS = (42, 43, 44)
+SEEDS = 3
 CONFIDENCE = 0.95
 TOLERANCE = 0.2
-RUN_S = 1800.0
-ARMS = {"trained": (), "withheld": ("faults.withhold_updates=true",)}
+ARMS = ("trained", "withheld")
 STYLE = (
     "<style>.grid{stroke:#cbd5e0;fill:none}.axis{stroke:#4a5568;fill:none}.line{fill:none;stroke-width:2}"
     "text{font:12px sans-serif}.s0,.s1,.s2{stroke:#2b6cb0}.s3,.s4,.s5{stroke:#dd6b20}"
@@ -61,29 +62,63 @@ def slope(values: Sequence[float]) -> float:
     return sum(x * (y - mean) for x, y in zip(places, values, strict=True)) / sum(x * x for x in places)
 
 
-def measure(recipe: Path, out: Path, overrides: Sequence[str]) -> Learning:
-    """Run every seed and arm. Raises RunError where a run did not come to its end."""
-    rewards: dict[str, dict[int, list[float]]] = {arm: {} for arm in ARMS}
-    for seed in SEEDS:
-        for arm, own in ARMS.items():
-            rewards[arm][seed] = take(recipe, out / f"{arm}-{seed}", [*overrides, *own, f"grpo.seed={seed}"])
-            print(f"{arm}, seed {seed}: {rewards[arm][seed][0]:.3f} to {rewards[arm][seed][-1]:.3f}", flush=True)
-    return judge(rewards)
+class LearningSession(Session):
+    """A run of several courses instead of one."""
 
+    _version = 0
 
-def take(recipe: Path, out: Path, overrides: Sequence[str]) -> list[float]:
-    """One run; its mean reward by step. Its checks are judged by whoever reads its report: with updates withheld the
-    agreement of engine and trainer must fail."""
-    command = [sys.executable, "-m", "functional.suite.cli", "run", str(recipe), *overrides, "--out", str(out)]
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "run.log").open("w", encoding="utf-8") as log:
-        subprocess.run(command, stdout=log, stderr=log, timeout=RUN_S, check=False)
-    if not (out / "report.json").exists():
-        raise RunError(f"{out}: the run made no report, see run.log")
-    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    if report["error"] is not None:
-        raise RunError(f"{out}: {report['error']}")
-    return [step["mean_reward"] for step in report["steps"]]
+    def _train(self, parts: Parts) -> None:
+        self._refit(parts, 0)
+        rewards: dict[str, dict[int, list[float]]] = {arm: {} for arm in ARMS}
+        first = self.recipe.grpo.seed
+        for seed in range(first, first + SEEDS):
+            for arm in ARMS:
+                rewards[arm][seed] = self._course(parts, seed, arm)
+        found = judge(rewards)
+        write_atomically(self.out / "learning.json", json.dumps(asdict(found), indent=2) + "\n")
+        write_atomically(self.out / "learning.svg", plot(found))
+        self.say(describe(found))
+        self.checks.add("learning.reward_rises", found.learns, describe(found))
+        self.checks.add("learning.flat_without_updates", found.stays, describe(found))
+
+    def _course(self, parts: Parts, seed: int, arm: str) -> list[float]:
+        """Mean reward by step."""
+        name, metrics = f"{arm}{seed}", dict[str, float]()
+        rewards: list[float] = []
+        self._version += 1
+        watched(parts.fleet, parts.trainer.start_over.remote(self._version))
+        self._refit(parts, self._version, f"{name}.start")
+        task = self._task_of(seed)
+        for step in range(1, self.recipe.grpo.max_num_steps + 1):
+            self._version += 1
+            metrics = self._learn(parts, task, step, f"{name}.step{step}")
+            rewards.append(self.report.steps[-1].mean_reward or 0.0)
+            if arm == "trained":
+                checks.check_agreement(self.checks, f"{name}.step{step}", metrics, self.recipe.checks)
+                self._refit(parts, self._version, f"{name}.refit{step}")
+        if arm == "withheld":
+            apart = metrics["token_mult_prob_error"] > metrics["token_mult_prob_error_bound"]
+            detail = f"engine and trainer are {metrics['logp_noise']:.3f} nats apart after {len(rewards)} steps"
+            self.checks.add(f"{name}.noticed", apart, detail)
+        return rewards
+
+    def _learn(self, parts: Parts, task: Task, step: int, name: str) -> dict[str, float]:
+        """Rollouts and an optimizer step."""
+        grpo, prompts = self.recipe.grpo, task.prompts(step)
+        kept = parts.trainer.keep.remote()
+        flat = [prompt.token_ids for prompt in prompts for _ in range(grpo.num_generations_per_prompt)]
+        batch = score(prompts, self._generate(parts, parts.spread, flat, self._version), task, grpo)
+        checks.check_rollouts(self.checks, name, batch, parts.instances, self.recipe.checks)
+        watched(parts.fleet, kept)
+        metrics: dict[str, float] = watched(parts.fleet, parts.trainer.train.remote(batch.samples(), self._version))
+        self.report.steps.append(as_step(self._version, batch, metrics))
+        self.say(f"{name}: reward {batch.mean_reward:.3f}, {checks.describe_step(metrics)}")
+        return metrics
+
+    def _task_of(self, seed: int) -> Task:
+        data, grpo = self.recipe.data, self.recipe.grpo
+        held = data.split_validation_size
+        return make_task(data.dataset_name, self.tokenizer, grpo.num_prompts_per_step, seed, data.keys, held)
 
 
 def plot(found: Learning) -> str:
@@ -109,16 +144,12 @@ def describe(found: Learning) -> str:
     return f"trained {shown(found.trained)}; updates withheld {shown(found.withheld)}, wanted {within}"
 
 
-def main(recipe: Path, out: Path, overrides: Sequence[str]) -> int:
-    found = measure(recipe, out, overrides)
-    write_atomically(out / "learning.json", json.dumps(asdict(found), indent=2) + "\n")
-    write_atomically(out / "learning.svg", plot(found))
-    print(describe(found))
-    return 0 if found.learns and found.stays else 1
+def main(arguments: list[str]) -> int:
+    """Measure: RECIPE OUT RUN_DIR [key=value …]; 0 when the reward rises with updates, and not without."""
+    recipe, out, run_dir, *overrides = arguments
+    return driver.run(Path(recipe), Path(out), Path(run_dir), overrides, LearningSession)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))
-    except RunError as error:
-        sys.exit(f"error: {error}")
+    signal.signal(signal.SIGTERM, interrupt)
+    sys.exit(main(sys.argv[1:]))

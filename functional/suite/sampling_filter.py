@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+HALVINGS = 18
+"""On a GPU vLLM 0.23.0 (topk_topp_triton.py) sorts nothing: it looks for the probability at the edge of top-p by
+halving the span of the probabilities that top-k leaves, this often at most. Of tokens nearer to each other than the
+last half, which is at most the largest probability times 2^-18, it cannot tell which of them is the edge."""
 ROWS = 256
 """Distributions that are sorted at a time: sorting takes three times their memory."""
 
@@ -72,7 +76,8 @@ def find_flips(logits: Tensor, ids: Tensor, kept: SamplingFilter, flips: Flips) 
 
     With logits that move by e at most, whatever is less than 2 e above a token may fall behind it, and the log-odds of
     the mass that still lies before it come down by 2 e at most. It enters top-k once fewer than k are before it, and
-    top-p once those log-odds are p's.
+    top-p once those log-odds are p's. A token that the engine's own search cannot tell from the edge of top-p is noted
+    and no distance away.
     """
     own = logits.gather(1, ids[:, None])
     outside = (own < least_kept(logits, kept))[:, 0]
@@ -80,7 +85,19 @@ def find_flips(logits: Tensor, ids: Tensor, kept: SamplingFilter, flips: Flips) 
         return
     flips.tokens += int(outside.sum())
     for rows, scores in zip(logits[outside].split(ROWS), own[outside].split(ROWS), strict=True):
-        flips.furthest = max(flips.furthest, float(_needed(rows, scores, kept).max()))
+        needed = _needed(rows, scores, kept).masked_fill(_cannot_be_told(rows, scores, kept), 0)
+        flips.furthest = max(flips.furthest, float(needed.max()))
+
+
+def _cannot_be_told(logits: Tensor, own: Tensor, kept: SamplingFilter) -> Tensor:
+    """Whether the tokens of `own` [N, 1], in their rows' top-k, are as near top-p's edge as HALVINGS says -> [N]."""
+    if kept.top_p >= 1:
+        return torch.zeros_like(own[:, 0], dtype=torch.bool)
+    kth = _least_kept(logits, SamplingFilter(kept.top_k))
+    mass = _mass(logits, kth)
+    short = (_least_kept(logits, kept) - mass).exp() - (own - mass).exp()
+    reach = (logits.max(-1, keepdim=True).values - mass).exp() * 2.0**-HALVINGS
+    return ((own >= kth) & (short <= reach))[:, 0]
 
 
 def _needed(logits: Tensor, own: Tensor, kept: SamplingFilter) -> Tensor:

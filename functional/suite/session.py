@@ -378,18 +378,14 @@ class Session:
             result = self._bring(parts, step)
             found = self._validate(parts, step) if is_due(grpo, step) else {}
             last = step if has_arrived(grpo, found) else steps
-            if result is not None and result.reached and self.checkpoints.is_due(step, last):
+            if result.reached and self.checkpoints.is_due(step, last):
                 self._save(parts, step, found)
             if step == last < steps:
                 self.say(f"step {step}: {grpo.stop_at_validation_metric} has reached its threshold")
                 break
 
-    def _bring(self, parts: Parts, step: int) -> RefitResult | None:
-        """Bring the step's weights to the fleet, which must not be able to prove them before; None where a fault test
-        has them withheld."""
-        if self.recipe.faults.withhold_updates:
-            self.event(f"step {step}: update withheld")
-            return None
+    def _bring(self, parts: Parts, step: int) -> RefitResult:
+        """Bring the step's weights to the fleet, which must not be able to prove them before."""
         checks.check_stale_refused(self.checks, step, parts.refit)
         return self._refit(parts, step)
 

@@ -137,20 +137,24 @@ class Trainer:
         self._policy.restore(self._copy.tensors)
         self._become(version)
 
+    def start_over(self, version: int) -> None:
+        """Make `version` of the first weights, as they were when this was called first, with a fresh optimizer."""
+        self._await_copy()
+        first = self._first_weights()
+        self._policy.steps = 0
+        self._policy.restore(first)
+        self._become(version)
+
     def nudge(self, version: int) -> dict[str, float]:
         """Make `version` without samples, of the first weights and noise: for fault tests, which need a difference.
 
         Returns the seconds that the snapshot was waited for, and that scoring what a probe may sample took.
         """
         figures = self._await_copy()
-        if self._origin is None:
-            self._origin = HostCopy(self._policy.weights)
-            self._origin.begin()
-            self._origin.wait()
         device = self._policy.device
         generator = torch.Generator(device).manual_seed(version)
         moved = {}
-        for name, tensor in self._origin.tensors.items():
+        for name, tensor in self._first_weights().items():
             own = tensor.to(device).float()
             noise = torch.randn(own.shape, generator=generator, device=device)
             spread = own.std() if own.std() > 0 else own.abs().mean()  # norms begin as ones
@@ -187,6 +191,14 @@ class Trainer:
         self.keep()
         self._copy.wait()
         return {"snapshot_s": time.monotonic() - began, "snapshot_bytes": float(self._copy.nbytes)}
+
+    def _first_weights(self) -> Mapping[str, torch.Tensor]:
+        """On the host, as they were when this was called first."""
+        if self._origin is None:
+            self._origin = HostCopy(self._policy.weights)
+            self._origin.begin()
+            self._origin.wait()
+        return self._origin.tensors
 
     def _become(self, version: int) -> float:
         """The policy has `version` now; returns the seconds that looking ahead took."""

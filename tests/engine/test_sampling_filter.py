@@ -4,9 +4,11 @@ import pytest
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, apply_top_k_top_p_pytorch
 
-from functional.suite.sampling_filter import Flips, SamplingFilter, find_flips, least_kept, logprobs
+from functional.suite.sampling_filter import HALVINGS, Flips, SamplingFilter, find_flips, least_kept, logprobs
 
 ROWS, VOCABULARY = 600, 300
+ROUNDED = 1e-6
+"""What single precision may move a sum of probabilities by."""
 FILTERS = [(None, 0.95), (None, 0.3), (50, 1.0), (1, 1.0), (50, 0.95), (7, 0.5), (VOCABULARY, 0.9), (400, 1.0)]
 
 
@@ -37,14 +39,9 @@ def test_equals_of_the_kth_all_remain_as_in_vllm():
     assert engines(logits, 2, 1.0).isfinite().tolist() == [[True, True, True, True, False]]
 
 
-HALVINGS = 18
-"""vLLM 0.23.0's kernel for GPUs (topk_topp_triton.py) does not sort. It looks for a probability above which the mass is
-top-p, by halving the span from the least to the largest among what top-k leaves, this often at most. Where the token at
-the edge and its neighbour are nearer than the last half, the set ends on either side of them."""
-
-
 def halving(logits, top_k, top_p, halvings):
-    """The kernel's way to the edge, for a processor: log-probs of every token."""
+    """The way of vLLM's kernel for GPUs to the edge of top-p, for a processor: log-probs of every token. It looks for a
+    probability above which the mass is top-p, by halving the span among what top-k leaves."""
     remaining = logits.masked_fill(logits < least_kept(logits, SamplingFilter(top_k)), -torch.inf)
     share = remaining.softmax(-1)
     for row in range(len(logits)):
@@ -70,7 +67,11 @@ def part_too_far(logits, theirs, kept):
     edge = share.masked_fill(logits < least, torch.inf).min(-1, keepdim=True).values
     told = share.max(-1, keepdim=True).values * 2.0**-HALVINGS + 1e-5 * edge  # and what single precision rounds
     differ = theirs.isfinite() != (logits >= least)
-    return differ & ((share - edge).abs() > (told if kept.top_p < 1 else 0)), differ.any(-1)
+    too_far = differ & ((share - edge).abs() > (told if kept.top_p < 1 else 0))
+    for row, token in too_far.nonzero().tolist():
+        before = share[row][share[row] > share[row, token]].double().sum()
+        too_far[row, token] = abs(float(before) - kept.top_p) > ROUNDED
+    return too_far, differ.any(-1)
 
 
 def test_a_search_that_halves_too_seldom_parts_too_far():
@@ -81,6 +82,18 @@ def test_a_search_that_halves_too_seldom_parts_too_far():
     assert 0 < rows.sum() < ROWS / 50, "a few edges are closer than the search can tell"
     too_far, _ = part_too_far(logits, halving(logits, 50, 0.95, HALVINGS - 5), kept)
     assert too_far.any()
+
+
+def test_tokens_that_the_search_cannot_tell_are_flips_of_no_distance():
+    logits = 3 * torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    kept = SamplingFilter(50, 0.95)
+    for halvings, is_near in ((HALVINGS, True), (HALVINGS - 5, False)):
+        members = halving(logits, 50, 0.95, halvings).isfinite()
+        rows, ids = (members & (logits < least_kept(logits, kept))).nonzero(as_tuple=True)
+        flips = Flips()
+        find_flips(logits[rows], ids, kept, flips)
+        assert flips.tokens == len(rows) > 0
+        assert (flips.furthest == 0) is is_near
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: there vLLM has a kernel of its own")

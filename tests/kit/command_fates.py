@@ -79,6 +79,15 @@ FATES: dict[str, Fate] = {
     ),
     # README: in the image
     "functional run recipes/grpo_cpu.yaml grpo.max_num_steps=3 --out /tmp/run": Run(IN_IMAGE_LONG, "test_a_run"),
+    "functional run recipes/grpo_cpu.yaml grpo.async_grpo.enabled=true grpo.max_num_steps=8": Run(
+        IN_IMAGE_LONG, "test_generation_beside_training"
+    ),
+    "functional learning recipes/learning_cpu.yaml --out /tmp/learning": Run(
+        "tests/faults/test_learning.py",
+        "test_rewards_rise_with_updates_and_not_without",
+        ("learning_cpu.yaml",),
+        "the folder",
+    ),
     "functional config recipes/grpo_cpu.yaml policy.optimizer.lr=0.1": Run(IN_IMAGE, "test_a_recipe_is_shown"),
     "functional fault worker-killed-generating recipes/grpo_cpu.yaml --out /tmp/fault": Run(
         "ci/nightly-cpu.txt", "", ("fault worker-killed-generating recipes/grpo_cpu.yaml",), "the folder"

@@ -80,6 +80,7 @@ class Engine:
     label: str = "initial"
     cache: set[int | None] = field(default_factory=set)
     paused: bool = False
+    frozen: bool = False
     loading: bool = False
     incoming: int | None = None
     group: int = 0
@@ -92,14 +93,22 @@ class World:
     """The fleet, the sender and the gate; asserts at each call that admission is open in a uniform fleet only."""
 
     def __init__(
-        self, chooser: Chooser, attempts: int = 1, workers: int = 2, replaceable: bool = True, plan: bool = False
+        self,
+        chooser: Chooser,
+        attempts: int = 1,
+        workers: int = 2,
+        replaceable: bool = True,
+        plan: bool = False,
+        in_flight: bool = False,
     ) -> None:
-        """plan: whether engines and sender agree on one, or use the checkpoint protocol."""
+        """plan: whether engines and sender agree on one, or use the checkpoint protocol; in_flight: whether updates do
+        not wait for rollouts."""
         self.chooser = chooser
         self.plan = plan
         self.claimed: int | None = None
         self.gate = AdmissionGate()
         self.instances = 0
+        self.given_up: list[int] = []  # instances that there had been
         self.group = 0
         self.sent: int | None = None
         self.source_lost = False
@@ -114,12 +123,18 @@ class World:
             attempts=attempts,
             replace=self.replace if replaceable else None,
             on_transition=lambda transition: self.assert_sound(),
+            give_up_rollouts=self.give_up_rollouts if in_flight else None,
             pool=Immediately(),
         )
 
     @property
     def engines(self) -> list[Engine]:
         return [worker.control.engine for worker in self.workers]
+
+    def give_up_rollouts(self) -> None:
+        self.given_up.append(self.instances)
+        while self.gate.idle_since() is None:
+            self.gate.leave()
 
     def new_worker(self, index: int) -> Worker:
         self.instances += 1
@@ -132,9 +147,8 @@ class World:
         version = self.refit.version
         sound = Engine(version, str(version))
         for engine in self.engines if self.gate.is_open else []:
-            seen = replace(
-                engine, cache=engine.cache - {version}, incoming=None, group=0, planned=0, end="", sticky=set()
-            )
+            unheld = {"incoming": None, "group": 0, "planned": 0, "end": "", "sticky": set(), "frozen": False}
+            seen = replace(engine, cache=engine.cache - {version}, **unheld)
             if seen != sound:
                 raise Unsound(f"admission open at version {version}: {seen}")
 
@@ -269,7 +283,7 @@ class FakeControl:
     def act(self, what: str, body, outcome: str):
         engine, world = self.engine, self.world
         if what == "pause_generation":
-            engine.paused = True
+            engine.paused, engine.frozen = True, body["mode"] == "keep"
         elif what == "resume_generation":
             engine.paused = False
         elif what == "init_weight_transfer_engine":

@@ -132,6 +132,33 @@ def test_rollouts_that_do_not_end_keep_admission_shut():
     assert world.engines[0].weights == 0
 
 
+def test_an_update_that_does_not_wait_freezes_the_rollouts_under_way():
+    world = world_at(0, in_flight=True)
+    world.gate.enter()
+    assert world.refit.update(1).reached
+    assert [(engine.weights, engine.frozen) for engine in world.engines] == [(1, True), (1, True)]
+    assert world.gate.idle_since() is None, "the rollout goes on"
+    assert world.given_up == []
+
+
+def test_an_update_that_waits_pauses_engines_without_rollouts():
+    world = world_at(0)
+    assert world.refit.update(1).reached
+    assert not any(engine.frozen for engine in world.engines)
+
+
+@pytest.mark.parametrize(("outcome", "turn"), [("refused", 0), ("killed", 6)])
+def test_rollouts_under_way_in_a_failed_attempt_are_given_up_before_a_worker_is_replaced(outcome, turn):
+    """They may have met weights that nobody proved."""
+    world = world_at(0, Scripted(outcome, [turn]), attempts=2, in_flight=True)
+    world.gate.enter()
+    result = world.refit.update(1)
+    assert (result.version, result.attempts) == (1, 2)
+    assert world.given_up == [2]
+    assert world.instances == (3 if outcome == "killed" else 2)
+    assert world.gate.idle_since() is not None
+
+
 def test_a_run_told_to_stop_does_not_try_again():
     world = world_at(0, attempts=5)
 

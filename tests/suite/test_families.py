@@ -50,9 +50,9 @@ def test_log_probs_are_those_of_the_models_own_forward(policy):
         expected = torch.log_softmax(logits[row, start : start + count], -1)
         expected = expected.gather(-1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
         assert torch.allclose(found[row, :count], expected, atol=0.05)
-    after = policy.next_logprobs([[5, 17], [40, 2]])
-    whole = policy.model(input_ids=torch.tensor([[5, 17], [40, 2]])).logits[:, -1].float()
-    assert torch.allclose(after, torch.log_softmax(whole, -1), atol=0.05)
+    prompt = torch.tensor([5, 17, 40, 2])
+    whole = torch.log_softmax(policy.model(input_ids=prompt[None]).logits[0, :-1].float(), -1)
+    assert torch.allclose(policy.prompt_logprobs(prompt.tolist()), whole.gather(-1, prompt[1:, None])[:, 0], atol=0.05)
 
 
 def test_tensors_have_the_names_and_shapes_of_the_checkpoint_and_follow_a_step(folder, policy):

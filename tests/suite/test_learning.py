@@ -7,7 +7,7 @@ import pytest
 from functional.suite.learning import describe, judge, plot, slope
 
 
-def curve(gain, seed, steps=30, noise=0.02):
+def curve(gain, seed, steps=30, noise=0.005):
     random_ = random.Random(seed)
     return [0.5 + gain * step + random_.gauss(0, noise) for step in range(steps)]
 

@@ -59,7 +59,8 @@ def sampled():
     for first in range(12):
         ids, logps = [first % 9 + 3, 4], []
         for _ in range(3):
-            logits = policy.next_logprobs([ids])[0]
+            with torch.no_grad():
+                logits = policy.model(torch.tensor([ids])).logits[0, -1].float() / policy.temperature
             values, tokens = logits.topk(3)
             choice = int(torch.multinomial(values.softmax(0), 1, generator=generator))
             logps.append(float(values.log_softmax(0)[choice]))

@@ -407,8 +407,7 @@ class Thresholds(Section):
 class FaultConfig(Section):
     """`faults`: for fault tests only.
 
-    score_unfiltered: the trainer scores as if top_p and top_k cut nothing. withhold_updates: the engines keep the first
-    weights, whatever the trainer learns. break_connections: chance that a request or
+    score_unfiltered: the trainer scores as if top_p and top_k cut nothing. break_connections: chance that a request or
     answer breaks on its way. pause_send_s: holds a transfer open after `pause_send_after` tensors, at the update to
     policy version `pause_send_version`, so that something can be killed in the middle of it.
     """
@@ -417,7 +416,6 @@ class FaultConfig(Section):
     pause_send_after: int = Field(5, ge=0)
     pause_send_s: float = Field(20, ge=0)
     score_unfiltered: bool = False
-    withhold_updates: bool = False
     break_connections: float = Field(0.0, ge=0, le=0.9)
 
 

@@ -96,6 +96,7 @@ class FleetRefit:
         self._lost: dict[int, str] = {}
         self._warmed: dict[int, int] = {}  # instance → cached tokens its probe had before the clear
         self._warmed_at: int | None = None  # as the gate counts
+        self._may_be_paused = False
         self._actions: dict[State, Callable[[RefitResult], None]] = {
             State.DRAINING: self._drain,
             State.PAUSING: self._pause,
@@ -287,14 +288,15 @@ class FleetRefit:
             with self._step("drain", result):
                 self._gate.close_and_drain(self._drain_s)
         now = self._gate.idle_since()
-        if now is None or self._warmed_at != now:  # rollouts may have driven the probe out of caches
+        has_served = now is None or self._warmed_at != now
+        if has_served and not self._may_be_paused:  # rollouts may have driven the probe out of caches
             self._warmed.clear()
-            self._warmed_at = now
+        self._warmed_at = now
 
     def _pause(self, result: RefitResult) -> None:
         with self._step("see cache", result):
             self._on_all(self._see_cache)
-        mode = "wait" if self._give_up_rollouts is None else "keep"
+        mode, self._may_be_paused = "wait" if self._give_up_rollouts is None else "keep", True
         with self._step("pause", result):
             self._on_all(lambda w: w.control.call("pause_generation", {"mode": mode, "clear_cache": True}))
 
@@ -358,6 +360,7 @@ class FleetRefit:
     def _resume(self, result: RefitResult) -> None:
         with self._step("resume", result):
             self._on_all(lambda w: w.control.call("resume_generation"))
+        self._may_be_paused = False
 
     def _judge_probes(self, result: RefitResult) -> None:
         with self._step("probe", result):
