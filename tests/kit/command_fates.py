@@ -48,6 +48,10 @@ TWO_GPUS = "two GPUs"
 GPU_PAGE = "docs/evidence/gpu/README.md"
 A_CLUSTER = "a Slurm cluster with GPUs"
 GUIDE = ("tests/slurm/test_jobs.py", "test_the_guides_block")
+A_TREE, SEEN = "a clone of NeMo RL", "in the squashfs, with no network, on CPU"
+SMALL_TREE = Run(
+    "tests/kit/test_same_digest.py", "test_a_small_tree_of_nemo_rl_goes_in", ("write_tree",), "a small tree"
+)
 SUBMIT = Run("tests/slurm/test_submit.py", "test_the_suite_ends_in_the_record", ("submit(",), "partition, GPUs, recipe")
 MADE_BY = "Made by `make bench BENCH={}`"
 REAL = "tests/kit/test_documented.py"
@@ -213,6 +217,20 @@ FATES: dict[str, Fate] = {
     "make distclean": Here(says="removed"),
     "make image": Run(ROAD, "road"),
     "make image sqsh": Run(ROAD, "road", ("make image push", "make sqsh")),
+    # README, docs/nemo-rl.md
+    "NEMO_RL=~/RL NAME=nemo make image sqsh": ByHand(A_TREE, "docs/nemo-rl.md", SEEN, SMALL_TREE),
+    "NEMO_RL=TREE make image": ByHand(A_TREE, "docs/nemo-rl.md", SEEN, SMALL_TREE),
+    "./build.py fetch --nemo-rl": ByHand(A_TREE, "docs/nemo-rl.md", SEEN, SMALL_TREE),
+    "./build.py run --name nemo -- python -c 'import nemo_rl; print(nemo_rl.__file__)'": ByHand(
+        A_TREE, "docs/nemo-rl.md", "import `/opt/nemo-rl` with no call of uv"
+    ),
+    'docker buildx build --build-context nemo-rl="$HOME/RL" --build-arg NEMO_RL=1 --build-arg BUILD_DYNAMO=1 --target release --file docker/Dockerfile --tag "$IMAGE" --push .': ByHand(  # noqa: E501
+        A_TREE,
+        "docs/nemo-rl.md",
+        SEEN,
+        Run("tests/kit/test_same_digest.py", "test_what_a_build_by_hand_takes", ("--build-arg=NEMO_RL=1",)),
+    ),
+    "uv run --no-sync": ByHand(A_TREE, "docs/nemo-rl.md", "runs in `/opt/nemo_rl_venv`"),
     "make test PARTS=slurm": Parts(),
     "make test-full": Parts(),
 }  # fmt: skip
