@@ -56,25 +56,31 @@ def common(
 def lock(
     profile: Annotated[list[str] | None, typer.Argument(help="Which sets to write; all when none is named.")] = None,
     upgrade: Annotated[bool, typer.Option(help="Take newer versions that the .in files allow.")] = False,
+    nemo_rl: Annotated[Path | None, typer.Option(help="Make the set nemo-rl for this tree of it.")] = None,
 ) -> None:
     """Rewrite the lockfiles from lockfiles/*.in.
 
-    Example: ./build.py lock cpu
+    \b
+    Examples: ./build.py lock cpu
+              ./build.py lock nemo-rl --nemo-rl ~/RL
     """
     from kit.lock import write_locks
 
-    write_locks(profile or [], upgrade=upgrade)
+    write_locks(profile or [], upgrade=upgrade, nemo_rl=nemo_rl)
 
 
 @app.command()
-def fetch(profile: Profile = "cpu") -> None:
+def fetch(
+    profile: Profile = "cpu",
+    nemo_rl: Annotated[bool, typer.Option("--nemo-rl", help="Also what an image with NeMo RL needs besides.")] = False,
+) -> None:
     """Download every locked input, verified, to dist/inputs/PROFILE.
 
     Example: ./build.py fetch --profile cpu
     """
     from kit.fetch import fetch_inputs
 
-    fetch_inputs(profile)
+    fetch_inputs(profile, nemo_rl=nemo_rl)
 
 
 @app.command()
@@ -82,16 +88,22 @@ def image(
     name: Name = "",
     profile: Profile = "cpu",
     dynamo: Annotated[bool, typer.Option(help="With the Dynamo environment; without, the trainer image.")] = True,
+    nemo_rl: Annotated[
+        Path | None, typer.Option(envvar="NEMO_RL", help="With NeMo RL and its environment: a clone of it.")
+    ] = None,
     lean: Annotated[bool, typer.Option(help="Keep no build cache: saves 11 GB of disk.")] = False,
     json: Json = False,
 ) -> None:
     """Build the image into dist/NAME/oci and record its digest.
 
-    Example: ./build.py image --profile cpu --name cpu
+    \b
+    Examples: ./build.py image --profile cpu --name cpu
+              ./build.py image --name nemo --nemo-rl ~/RL
     """
     from kit.image import make_image
 
-    _answer(make_image(name or profile, profile, with_dynamo=dynamo, lean=lean).model_dump_json(indent=2), json)
+    made = make_image(name or profile, profile, with_dynamo=dynamo, nemo_rl=nemo_rl, lean=lean)
+    _answer(made.model_dump_json(indent=2), json)
 
 
 @app.command()

@@ -48,7 +48,7 @@ unpack() {
   LD_LIBRARY_PATH="$carry/part00" bash -c 'set -o pipefail
     cat "$0"/part*/carry.* | "$0"/part00/zstd -q -d --long=27' "$carry" | tar x -C "$work" || return
   use_carried_nccl || return
-  "$base_python" -m compileall -q -j 0 "$work/site" >"$out/compileall.log" 2>&1 || true
+  "$base_python" -m compileall -q -j 0 "$work/site" "$work/nemo" >"$out/compileall.log" 2>&1 || true
   touch "$work/unpacked"
 }
 
@@ -63,18 +63,22 @@ use_carried_nccl() {
 make_environments() {
   make_environment "$work/trainer_venv" "$PWD"
   make_environment "$work/dynamo_venv" "$work/engine"
+  if [ -e "$work/nemo" ]; then
+    make_environment "$work/nemo_rl_venv" "$work/nemo/tree" "$work/nemo/site"
+  fi
   cp "$work/bin/etcd" "$work/bin/nats-server" "$work/dynamo_venv/bin/"
   rm -rf "$work/engine"
   "$base_python" -m pip install -q --no-deps --no-index --no-build-isolation --target "$work/engine" functional/engine
 }
 
-# A virtual environment that sees FIRST, then what was carried, then the base Python's own packages.
+# make_environment TARGET FIRST…: a virtual environment that sees FIRST, then what was carried, then the base Python's own
+# packages.
 make_environment() {
-  local target=$1 first=$2 packages own
+  local target=$1 packages own
   "$base_python" -m venv --clear --without-pip "$target"
   packages=$("$base_python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   own=$("$target/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  printf '%s\n%s\nimport site; site.addsitedir("%s")\n' "$first" "$work/site" "$packages" >"$own/carried.pth"
+  printf '%s\n' "${@:2}" "$work/site" "import site; site.addsitedir('$packages')" >"$own/carried.pth"
 }
 
 versions() {

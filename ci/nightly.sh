@@ -143,9 +143,9 @@ stage_slurm() {
 # One node, whose GPUs are devices in name alone. The job is an ordinary user's, who has a copy of the kit with this
 # release; its result is then taken into the record here.
 on_a_local_slurm() {
-  local state site
+  local site
   ci/bootstrap.sh --yes --slurm
-  state=$(realpath -m "${KIT_STATE:-.state}")/night
+  state=$(realpath -m "${KIT_STATE:-.state}")/night # not local: the trap needs it when this function is over
   local_slurm() { KIT_STATE=$state ci/slurm/local.sh "$@"; }
   local_slurm down
   local_slurm up 1 "${GPUS:-2}"

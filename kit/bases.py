@@ -33,6 +33,8 @@ class Bases(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     source_date_epoch: int
+    nemo_rl_packages: tuple[str, ...]
+    """What every base has besides for NeMo RL."""
     cpu: Base
     cuda: Base
     cuda_trixie: Annotated[Base, Field(alias="cuda-trixie")]
@@ -40,6 +42,9 @@ class Bases(BaseModel):
     def of(self, profile: str) -> Base:
         base: Base = getattr(self, profile.replace("-", "_"))
         return base
+
+    def for_nemo_rl(self, base: Base) -> Base:
+        return base.model_copy(update={"packages": tuple(sorted({*base.packages, *self.nemo_rl_packages}))})
 
 
 class Archive(BaseModel):

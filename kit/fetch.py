@@ -22,9 +22,9 @@ from kit.bases import Base, read_archives, read_bases
 from kit.command import Finished, run
 from kit.errors import KitError
 from kit.files import finished_file, sha256_of, write_atomic
-from kit.layout import REPO, inputs_dir, only_run, scratch_folder
-from kit.lock import LockSet, lockfile, locks_of, requirements_for
-from kit.steps import complete_step, say, size_text
+from kit.layout import REPO, inputs_dir, nemo_rl_inputs, only_run, scratch_folder
+from kit.lock import LockSet, lockfile, locks_of, nemo_rl_lock_of, requirements_for
+from kit.steps import Step, complete_step, say, size_text
 
 # Files that no run reads; together a fifth of the base.
 _LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/info/*", "/usr/share/locale/*")
@@ -50,37 +50,59 @@ class Inputs(BaseModel):
     """Debian package → version."""
 
 
-def fetch_inputs(profile: str) -> Inputs:
-    """Fetch what is missing, write inputs.json and return it; files that are there and still match are kept."""
+def fetch_inputs(profile: str, *, nemo_rl: bool = False) -> Inputs:
+    """Fetch what is missing, write inputs.json and return it; files that are there and still match are kept.
+
+    With `nemo_rl` also what NeMo RL needs besides, to a folder of its own; the answer is then of both.
+    """
     folder = inputs_dir(profile)
     with only_run(f"fetch-{profile}"), complete_step(f"Fetch the inputs of {profile}") as step:
         bases = read_bases()
         base = _possible_here(profile, bases.of(profile))
-        locks = {lock.name: sha256_of(lockfile(lock.name)) for lock in locks_of(profile)}
-        there = _read(folder)
-        wanted = Inputs(locks=locks, wheels={}, base=base, base_how=_base_how(base, bases.source_date_epoch))
-        if there is not None and _same_request(there, wanted) and _complete(folder, there):
-            step.note("all there, reused")
-            return there
-        reused = there is not None and there.base_how == wanted.base_how and _base_complete(folder, there)
-        if base.suite is not None and not reused and os.geteuid() != 0:
-            raise KitError("only root can make the base", "run it as root")
-        wheels = _fetch_wheels(locks_of(profile), base, folder / "wheels")
-        archives = _fetch_archives(base, folder / "archives")
-        manifest = wanted.model_copy(update={"wheels": wheels, "archives": archives})
-        if base.suite is not None:
-            if there is not None and reused:
-                say("base: there, reused")
-                packages, digest = there.base_packages, there.base_sha256
-            else:
-                packages = _make_base(base, bases.source_date_epoch, folder / "base.tar")
-                digest = sha256_of(folder / "base.tar")
-            size = (folder / "base.tar").stat().st_size
-            update = {"base_packages": packages, "base_sha256": digest, "base_size": size}
-            manifest = manifest.model_copy(update=update)
-        write_atomic(folder / "inputs.json", manifest.model_dump_json(indent=1, exclude_none=True) + "\n")
-        step.note(size_text(sum(wheels.values()) + manifest.base_size))
-        return manifest
+        inputs = _fetch(folder, locks_of(profile), (), base, bases.source_date_epoch, step)
+        if not nemo_rl:
+            return inputs
+        base = bases.for_nemo_rl(base).model_copy(update={"archives": ()})
+        lock = nemo_rl_lock_of(profile)
+        with complete_step("Inputs of NeMo RL") as step:
+            more = _fetch(nemo_rl_inputs(profile), (lock,), locks_of(profile), base, bases.source_date_epoch, step)
+        update = {
+            "locks": inputs.locks | more.locks,
+            "wheels": inputs.wheels | more.wheels,
+            "archives": inputs.archives,
+        }
+        return more.model_copy(update=update)
+
+
+def _fetch(
+    folder: Path, locks: tuple[LockSet, ...], there_for: tuple[LockSet, ...], base: Base, epoch: int, step: Step
+) -> Inputs:
+    """Fill one folder. The packages of the locks in `there_for` lie elsewhere already."""
+    hashes = {lock.name: sha256_of(lockfile(lock.name)) for lock in (*locks, *there_for)}
+    there = _read(folder)
+    wanted = Inputs(locks=hashes, wheels={}, base=base, base_how=_base_how(base, epoch))
+    if there is not None and _same_request(there, wanted) and _complete(folder, there):
+        step.note("all there, reused")
+        return there
+    reused = there is not None and there.base_how == wanted.base_how and _base_complete(folder, there)
+    if base.suite is not None and not reused and os.geteuid() != 0:
+        raise KitError("only root can make the base", "run it as root")
+    wheels = _fetch_wheels(locks, there_for, base, folder / "wheels")
+    archives = _fetch_archives(base, folder / "archives")
+    manifest = wanted.model_copy(update={"wheels": wheels, "archives": archives})
+    if base.suite is not None:
+        if there is not None and reused:
+            say("base: there, reused")
+            packages, digest = there.base_packages, there.base_sha256
+        else:
+            packages = _make_base(base, epoch, folder / "base.tar")
+            digest = sha256_of(folder / "base.tar")
+        size = (folder / "base.tar").stat().st_size
+        update = {"base_packages": packages, "base_sha256": digest, "base_size": size}
+        manifest = manifest.model_copy(update=update)
+    write_atomic(folder / "inputs.json", manifest.model_dump_json(indent=1, exclude_none=True) + "\n")
+    step.note(size_text(sum(wheels.values()) + manifest.base_size))
+    return manifest
 
 
 def _possible_here(profile: str, base: Base) -> Base:
@@ -117,14 +139,17 @@ def _base_complete(folder: Path, manifest: Inputs) -> bool:
 
 
 def _wheels(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.whl"))
+    """And the source packages among them."""
+    return sorted([*folder.glob("*.whl"), *folder.glob("*.tar.gz")])
 
 
-def _fetch_wheels(locks: tuple[LockSet, ...], base: Base, folder: Path) -> dict[str, int]:
-    """Fill `folder` with exactly the wheels of the profile's locks that the base's Python on this machine takes."""
+def _fetch_wheels(
+    locks: tuple[LockSet, ...], there_for: tuple[LockSet, ...], base: Base, folder: Path
+) -> dict[str, int]:
+    """Fill `folder` with exactly the wheels of these locks that the base's Python on this machine takes."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted: set[str] = set()
-    asked: set[str] = set()
+    asked = {requirement for lock in there_for for requirement in _requirements(lockfile(lock.name), base)}
     for lock in locks:
         with complete_step(f"Wheels of {lock.name}") as step:
             before = {path.name for path in _wheels(folder)}
@@ -132,7 +157,7 @@ def _fetch_wheels(locks: tuple[LockSet, ...], base: Base, folder: Path) -> dict[
                 _requirements(lockfile(lock.name), base) - asked
             )  # those of an earlier lock have been downloaded
             asked |= requirements
-            names = _pip_download(requirements, base, folder) if requirements else set()
+            names = _pip_download(requirements, lock.built, base, folder) if requirements else set()
             wanted |= names
             step.moved(sum((folder / wheel).stat().st_size for wheel in names - before))
             step.note(f"{len(names)} wheels, {len(names - before)} new")
@@ -147,15 +172,15 @@ def _requirements(lock: Path, base: Base) -> set[str]:
     return set(re.split(r"\n(?=\S)", requirements_for(lock, base.python).rstrip("\n"))) - {""}
 
 
-def _pip_download(requirements: set[str], base: Base, folder: Path) -> set[str]:
+def _pip_download(requirements: set[str], built: str | None, base: Base, folder: Path) -> set[str]:
     """Download what is missing and return the names of all requested wheels; those in `folder` are only hashed."""
     with scratch_folder("fetch") as scratch:
         (scratch / "requirements.txt").write_text("\n".join(sorted(requirements)) + "\n")
-        finished = _run_pip_download(scratch / "requirements.txt", base, folder, scratch)
+        finished = _run_pip_download(scratch / "requirements.txt", built, base, folder, scratch)
     return set(_named_wheels(finished.stdout.splitlines()))
 
 
-def _run_pip_download(requirements: Path, base: Base, folder: Path, scratch: Path) -> Finished:
+def _run_pip_download(requirements: Path, built: str | None, base: Base, folder: Path, scratch: Path) -> Finished:
     return run(
         [
             sys.executable,
@@ -168,6 +193,7 @@ def _run_pip_download(requirements: Path, base: Base, folder: Path, scratch: Pat
             "--no-deps",
             "--require-hashes",
             "--only-binary=:all:",
+            *([f"--no-binary={built}"] if built is not None else []),
             "--implementation=cp",
             f"--python-version={base.python}",
             f"--abi=cp{base.python.replace('.', '')}",
@@ -183,10 +209,10 @@ def _run_pip_download(requirements: Path, base: Base, folder: Path, scratch: Pat
 
 
 def _named_wheels(lines: Iterable[str]) -> Iterable[str]:
-    """The wheels pip says it saved or found: `Saved ./x.whl` and `File was already downloaded /…/x.whl`."""
+    """The files pip says it saved or found: `Saved ./x.whl` and `File was already downloaded /…/x.whl`."""
     for line in lines:
         words = line.split()
-        if words and words[-1].endswith(".whl") and ("Saved" in words or "already" in words):
+        if words and words[-1].endswith((".whl", ".tar.gz")) and ("Saved" in words or "already" in words):
             yield os.path.basename(words[-1])  # noqa: PTH119  # a string, not a file
 
 

@@ -15,8 +15,9 @@ from kit.fetch import Inputs, fetch_inputs
 from kit.files import need_space, tree_size, write_atomic
 from kit.layout import REPO, Release, inputs_dir, only_run, release, state_dir
 from kit.lock import check_pins
+from kit.nemo_rl import Checkout, tree_to_build
 from kit.oci import blob, image_size, layout_image, read_manifest
-from kit.record import ImageSection, read_record, start_record
+from kit.record import ImageSection, NemoRl, read_record, start_record
 from kit.release_facts import checked_out_commit
 from kit.services import Docker, check_engine, content_store, engine
 from kit.sources import input_hashes
@@ -28,19 +29,23 @@ from kit.steps import complete_step, size_text
 _HOW = "oci-mediatypes=false,compression=gzip,compression-level=1"
 
 
-def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool = False) -> ImageSection:
+def make_image(
+    name: str, profile: str, *, with_dynamo: bool = True, nemo_rl: Path | None = None, lean: bool = False
+) -> ImageSection:
     """Build `dist/NAME/oci` from the profile's inputs and start the record; reuse the image there if nothing changed.
 
+    nemo_rl: a clone of NeMo RL, which goes in with an environment of its own; another folder counts as none.
     `lean` then removes our engine's build cache: it frees 11 GB, and the next build takes minutes longer.
     """
     target = release(name)
     inputs_dir(profile)
+    tree = tree_to_build(nemo_rl)
     check_pins()
     check_engine()
-    inputs = fetch_inputs(profile)
+    inputs = fetch_inputs(profile, nemo_rl=tree is not None)
     # One build at a time, whatever its name: the first to end would stop the engine that the other uses.
     with only_run("image"), complete_step(f"Image {name}") as step:
-        hashes = _input_hashes(inputs, profile, with_dynamo)
+        hashes = _input_hashes(inputs, profile, with_dynamo, tree)
         key = _key(profile, with_dynamo, hashes)
         there = _unchanged(target, key)
         if there is not None:
@@ -49,8 +54,8 @@ def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool 
         # The engine's copy of the wheels, what they unpack to (about twice that), and the compressed layer.
         need_space(state_dir(), 4 * (sum(inputs.wheels.values()) + inputs.base_size), "building the image")
         epoch = read_bases().source_date_epoch
-        _build(target, profile, with_dynamo, inputs, epoch, lean)
-        if _input_hashes(inputs, profile, with_dynamo) != hashes:
+        _build(target, profile, with_dynamo, tree, inputs, epoch, lean)
+        if _input_hashes(inputs, profile, with_dynamo, tree_to_build(nemo_rl)) != hashes:
             raise KitError("the sources changed while the image was built from them", "build it again")
         image = layout_image(target.oci)
         manifest = read_manifest(target.oci, image.digest)
@@ -65,8 +70,11 @@ def make_image(name: str, profile: str, *, with_dynamo: bool = True, lean: bool 
             inputs=hashes,
             source_date_epoch=epoch,
             commit=checked_out_commit(),
+            nemo_rl=_nemo_rl_in(target) if tree is not None else None,
         )
         start_record(target.record, section)
+        if section.nemo_rl is not None:
+            step.note(f"with NeMo RL {section.nemo_rl.commit[:12]}: {size_text(section.nemo_rl.size)} more, unpacked")
         step.note(f"{len(section.layers)} layers, {size_text(section.size)}, {section.digest}")
         return section
 
@@ -87,7 +95,15 @@ def _unchanged(target: Release, key: str) -> ImageSection | None:
     return image if whole and there.digest == image.digest else None
 
 
-def _build(target: Release, profile: str, with_dynamo: bool, inputs: Inputs, epoch: int, lean: bool) -> None:
+def _build(
+    target: Release,
+    profile: str,
+    with_dynamo: bool,
+    tree: Checkout | None,
+    inputs: Inputs,
+    epoch: int,
+    lean: bool,
+) -> None:
     part, earlier = target.folder / ".oci.part", target.folder / ".oci.old"
     shutil.rmtree(part, ignore_errors=True)
     target.folder.mkdir(parents=True, exist_ok=True)
@@ -97,6 +113,7 @@ def _build(target: Release, profile: str, with_dynamo: bool, inputs: Inputs, epo
         f"--build-arg=BUILD_DYNAMO={'1' if with_dynamo else ''}",
         *_base_options(inputs),
         f"--build-context=inputs={inputs_dir(profile)}",
+        *([] if tree is None else ["--build-arg=NEMO_RL=1", f"--build-context=nemo-rl={tree.folder}"]),
     ]
     log = state_dir() / "logs" / f"image-{target.name}.log"
     log.unlink(missing_ok=True)
@@ -185,14 +202,22 @@ def failed_step(log: str) -> str:
     return " | ".join(re.sub(r"^[0-9.]+ ", "", line).strip() for line in lines[-2:])[-400:] or "it printed nothing"
 
 
-def _input_hashes(inputs: Inputs, profile: str, with_dynamo: bool) -> dict[str, str]:
-    environments = ["trainer", "dynamo"] if with_dynamo else ["trainer"]
+def _input_hashes(inputs: Inputs, profile: str, with_dynamo: bool, tree: Checkout | None) -> dict[str, str]:
+    environments = ["trainer", *(["dynamo"] if with_dynamo else []), *(["nemo-rl"] if tree is not None else [])]
     try:
-        return input_hashes(REPO, environments, inputs.base.locks or profile, inputs.model_dump())
+        hashes = input_hashes(REPO, environments, inputs.base.locks or profile, inputs.model_dump())
     except FileNotFoundError as error:
         raise KitError(f"{error.filename} is missing", "check out the whole repository") from None
+    return hashes if tree is None else {**hashes, "nemo-rl": tree.commit}
 
 
 def _key(profile: str, with_dynamo: bool, hashes: dict[str, str]) -> str:
     parts = {"profile": profile, "dynamo": with_dynamo, "epoch": read_bases().source_date_epoch, "inputs": hashes}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _nemo_rl_in(target: Release) -> NemoRl:
+    """What the build itself says of the tree that it got."""
+    from kit.build_json import build_json  # reading layers takes the converter, which a plain build does not
+
+    return NemoRl.model_validate(build_json(target.oci)["nemo_rl"])

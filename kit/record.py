@@ -31,6 +31,17 @@ class Section(BaseModel):
     time: AwareDatetime = Field(default_factory=now, description="When this section was written (UTC).")
 
 
+class NemoRl(BaseModel):
+    """The tree of NeMo RL in an image, as it was checked before and in the build."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}([0-9a-f]{24})?$")]
+    pins: dict[str, Sha256] = Field(description="sha256 of each lock in the tree, which our own lock was made for.")
+    patches: dict[str, Sha256] = Field(description="Patches of its own that were applied to the Dynamo environment.")
+    size: NonNegativeInt = Field(description="Bytes of it and of its environment that no other environment shares.")
+
+
 class ImageSection(Section):
     """The OCI layout in `oci/`; its digest is the release's identity."""
 
@@ -41,11 +52,14 @@ class ImageSection(Section):
     size: NonNegativeInt = Field(description="Bytes of the manifest, the configuration and the compressed layers.")
     layers: list[Digest]
     key: Sha256 = Field(description="Hash over everything that went into the build; equal key, equal image.")
-    inputs: dict[str, str] = Field(description="sha256 of each lockfile, base and source tree that went in.")
+    inputs: dict[str, str] = Field(
+        description="sha256 of each lockfile, base and source tree that went in; of NeMo RL's tree the commit."
+    )
     source_date_epoch: int
     commit: str | None = Field(
         None, description="Of the checkout that was built, `-dirty` with changes; none outside git."
     )
+    nemo_rl: NemoRl | None = None
 
 
 class PushSection(Section):

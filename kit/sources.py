@@ -12,7 +12,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-SOURCES = ("docker", "functional", "tests/functional/grpo_dynamo.sh", ".dockerignore", "kit/sources.py")
+SOURCES = (
+    "docker",
+    "functional",
+    "tests/functional/grpo_dynamo.sh",
+    ".dockerignore",
+    "kit/sources.py",
+    "kit/nemo_tree.py",
+)
 """What the Dockerfile copies from the repository, besides lockfiles; a change in any of it gives another image."""
 LEFT_OUT = ("__pycache__", "build", "*.egg-info", ".*_cache")
 """Build products and caches, which .dockerignore excludes too."""
@@ -21,7 +28,8 @@ LEFT_OUT = ("__pycache__", "build", "*.egg-info", ".*_cache")
 def input_hashes(tree: Path, environments: Sequence[str], locks: str, inputs: Mapping[str, Any]) -> dict[str, str]:
     """sha256 of everything that goes into an image, by name.
 
-    tree: the repository; environments: trainer, dynamo; locks: the lockfiles' profile; inputs: inputs.json's content.
+    tree: the repository; environments: trainer, dynamo, nemo-rl; locks: the lockfiles' profile; inputs: inputs.json's
+    content. Of NeMo RL's tree the commit, which is a hash too, goes in beside these.
     """
     hashes = {**lock_hashes(tree, [f"{environment}-{locks}" for environment in environments]), **source_hashes(tree)}
     hashes["base"] = inputs.get("base_sha256") or str(inputs["base"]["image"]).rpartition("sha256:")[2]

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, RootModel
 
+from kit.build_json import BUILD_JSON, build_json
 from kit.command import run
 from kit.errors import CHECK_FAILED, KitError
 from kit.files import sha256_of
@@ -19,13 +20,7 @@ from kit.report import read_report
 from kit.sources import lock_hashes, source_hashes
 from kit.sqsh import IMAGE_JSON
 from kit.steps import say
-from sqsh.cancel import Cancel, in_thread
 from sqsh.errors import SqshError
-from sqsh.image import find_image
-from sqsh.stream import LayerStream, Limits
-from sqsh.tar import TarReader
-
-BUILD_JSON = "opt/release/build.json"
 
 
 class Finding(BaseModel):
@@ -92,21 +87,9 @@ def _in_manifest(layout: Path) -> dict[str, str]:
 def _inputs_in(layout: Path) -> object:
     """What the image itself says it was made of, or nothing where it does not say."""
     try:
-        return json.loads(in_thread(lambda cancel: _file_in(layout, BUILD_JSON, cancel)))["inputs"]
+        return build_json(layout)["inputs"]
     except (SqshError, ValueError, TypeError, KeyError):
         return None
-
-
-def _file_in(layout: Path, path: str, cancel: Cancel) -> bytes:
-    """Content of a file in the uppermost layer that has it; nothing where none does."""
-    wanted = tuple(part.encode() for part in path.split("/"))
-    for blob in reversed(find_image(str(layout)).layers):
-        with LayerStream(blob, Limits(), lambda size: None, cancel) as stream:
-            reader = TarReader(stream, blob.digest)
-            for member in reader.members():
-                if member.path == wanted:
-                    return b"".join(bytes(block) for block in reader.data(member, 1 << 20))
-    return b""
 
 
 def _as_checked_out(section: ImageSection) -> Finding:

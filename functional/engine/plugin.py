@@ -18,6 +18,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from functional.engine import (
+        cpu_experts_patch,
         cpu_proof,
         cpu_resident,
         pause_patch,
@@ -25,6 +26,7 @@ def register() -> None:
         reload_patch,
         rendezvous_patch,
         reply_patch,
+        shared_device_patch,
     )
 
     for backend, engine in _ENGINES.items():
@@ -39,6 +41,10 @@ def register() -> None:
         reply_patch.apply()
     if prompt_logprobs_patch.applies_to(vllm.__version__):
         prompt_logprobs_patch.apply()
+    if cpu_experts_patch.applies_to(vllm.__version__):
+        cpu_experts_patch.apply()
+    if shared_device_patch.is_wanted() and reload_patch.applies_to(vllm.__version__):
+        shared_device_patch.apply()
     if cpu_resident.is_wanted():
         cpu_resident.apply()
     cpu_proof.install()
@@ -51,6 +57,7 @@ def status() -> dict[str, Any]:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from functional.engine import (
+        cpu_experts_patch,
         cpu_proof,
         cpu_resident,
         pause_patch,
@@ -69,6 +76,10 @@ def status() -> dict[str, Any]:
         "prompt_logprobs_patch": {
             "for": prompt_logprobs_patch.PATCHED_VERSION,
             "applied": prompt_logprobs_patch.is_applied(),
+        },
+        "cpu_experts_patch": {
+            "for": cpu_experts_patch.PATCHED_VERSION,
+            "applied": cpu_experts_patch.applies_to(vllm.__version__) and cpu_experts_patch.is_applied(),
         },
         "file_rendezvous": rendezvous_patch.is_applied(),
         "hash_before_packing": cpu_proof.is_installed(),

@@ -8,6 +8,8 @@ ProofKind = Literal["nh", "sha256"]
 """The keyed hash of `nh`, or SHA-256."""
 PROOF_VARIABLE = "VLLM_WEIGHTS_PROOF"
 """Tells an engine which of them it will be asked for: `nh` or `sha256`."""
+RANK_DEVICES_VARIABLE = "VLLM_RANK_DEVICES"
+"""Names a visible GPU for each rank of an engine whose ranks share some: `0,0`."""
 RESIDENT_VARIABLE = "VLLM_CPU_RESIDENT_WEIGHTS"
 """Set to 1, a CPU engine computes with the weights as loaded, not with packed ones."""
 

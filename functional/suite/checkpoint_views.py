@@ -4,7 +4,8 @@ transformers 5 keeps the experts of a layer in one tensor, and takes it apart wh
 without a copy, so that the views are made once and show every later step.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +29,20 @@ class CheckpointForm:
     def of(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Checkpoint name → view of one of these, which are contiguous and have the parameters' names."""
         return {name: part.on(parameters[owner]) for name, (owner, part) in self._parts.items()}
+
+    def each(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same one by one, contiguous, of parameters that come one by one: each is let go with its last part."""
+        left, held, coming = Counter(owner for owner, _ in self._parts.values()), {}, iter(parameters)
+        for name, (owner, part) in self._parts.items():
+            while owner not in held:
+                came, tensor = next(coming)
+                held[came] = tensor
+            yield name, part.on(held[owner]).detach().contiguous()
+            left[owner] -= 1
+            if not left[owner]:
+                del held[owner]
+        for _ in coming:  # all ranks of a trainer gather as many
+            pass
 
 
 def checkpoint_views(model: PreTrainedModel) -> dict[str, Tensor]:

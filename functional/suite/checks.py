@@ -185,6 +185,16 @@ def check_refit(checks: Checklist, name: str, result: RefitResult, fleet: Fleet,
     )
 
 
+def check_gathered(checks: Checklist, name: str, result: RefitResult, passes: int) -> None:
+    """A trainer of several ranks gathers its weights once an attempt, whatever sends and proves them."""
+    checks.add(
+        f"{name}.gathered_once",
+        1 <= passes <= result.attempts,
+        f"the trainer's ranks gathered the weights {passes} time(s) in {result.attempts} attempt(s)",
+        passes=passes,
+    )
+
+
 def check_clear(checks: Checklist, name: str, probes: list[ProbeVerdict], events: bool | None) -> None:
     """A prompt that hit each worker's cache misses it now. events: whether the router was told; None if it never is."""
     checks.add(

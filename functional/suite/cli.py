@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,17 +33,38 @@ RecipeArgument = Annotated[
 OverridesArgument = Annotated[list[str] | None, typer.Argument(metavar="[key=value …]", help="Keys to override.")]
 
 
+class Driver(StrEnum):
+    """Whose training loop makes the run."""
+
+    SUITE = "suite"
+    NEMO_RL = "nemo-rl"
+
+
 @app.command()
 def run(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     out: Annotated[Path, typer.Option(help="Folder for the report, records and logs.")] = Path("functional-out"),
+    driver: Annotated[Driver, typer.Option(help="Whose trainer: the suite's, or NeMo RL's own script.")] = Driver.SUITE,
+    deadline_s: Annotated[float, typer.Option(help="nemo-rl: seconds after which its script is stopped.")] = 3600,
+    token_error: Annotated[
+        float, typer.Option(help="nemo-rl: train/token_mult_prob_error has to stay below; its own test's bound.")
+    ] = 1.05,
+    share_gpu: Annotated[
+        bool, typer.Option("--share-gpu", help="nemo-rl: trainer and workers on this machine's first GPU, a test.")
+    ] = False,
 ) -> None:
     """Run the recipe and check everything about it.
 
+    With --driver nemo-rl the recipe is one of NeMo RL's, and its unmodified run_grpo.py runs it (docs/nemo-rl.md).
+
     Example: functional run recipes/grpo_cpu.yaml grpo.max_num_steps=3 --out /tmp/run
     """
-    raise typer.Exit(run_module("functional.suite.driver", recipe, out, *(overrides or [])))
+    if driver is Driver.SUITE:
+        raise typer.Exit(run_module("functional.suite.driver", recipe, out, *(overrides or [])))
+    options = {"deadline_s": deadline_s, "token_error": token_error, "share_gpu": share_gpu}
+    words = (json.dumps(options), *(overrides or []))
+    raise typer.Exit(run_module("functional.suite.nemo_rl.driver", recipe, out, *words))
 
 
 @app.command()

@@ -3,6 +3,7 @@
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,12 +58,20 @@ def check_devices(recipe: Recipe) -> None:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cluster.share_gpu and shown is not None:
         raise ConfigError(f"CUDA_VISIBLE_DEVICES={shown}: cluster.share_gpu takes the machine's first GPU(s); unset it")
-    generating = recipe.engine_devices
-    needed = generating if cluster.share_gpu else cluster.gpus_per_node
+    needed = 1 if cluster.share_gpu else cluster.gpus_per_node
     found = torch.cuda.device_count()
     if found < needed:
         where = "this machine has" if shown is None else f"CUDA_VISIBLE_DEVICES={shown} shows"
         raise ConfigError(f"cluster.gpus_per_node={cluster.gpus_per_node}: {needed} GPU(s) needed, {where} {found}")
+
+
+def shared_gpus(recipe: Recipe) -> int:
+    """How many GPUs trainer and engines take turns on; 0 where they share none."""
+    if not recipe.cluster.share_gpu:
+        return 0
+    import torch
+
+    return min(torch.cuda.device_count(), recipe.engine_devices)
 
 
 @contextmanager
@@ -104,7 +113,9 @@ def _join(address: str) -> None:
         host, _, port = address.rpartition(":")
         if port.isdigit():  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), CONNECT_S).close()
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        # Whichever environment's Ray started the cluster: in an image with NeMo RL it is not this one's.
+        ours = {"py_executable": sys.executable}
+        ray.init(address=address, runtime_env=ours, log_to_driver=False, configure_logging=False)
     except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as error:
         why = " ".join(str(error).split())[:300]
         raise ConfigError(f"{ADDRESS_VARIABLE}={address}: cannot join ({type(error).__name__}: {why})") from error

@@ -25,35 +25,13 @@ from functional.suite.agent_session import AgentSession
 from functional.suite.async_session import AsyncSession
 from functional.suite.cluster import check_devices
 from functional.suite.hardware import read_hardware
-from functional.suite.leftovers import find_leftovers
-from functional.suite.pages.render import write_pages
+from functional.suite.leftovers import drop_memory, find_leftovers
+from functional.suite.outcome import make_folders, summarize, write_pages_or_say
 from functional.suite.preflight import Prepared, prepare
 from functional.suite.report import EngineOption, Report, read_release, write_atomically, write_report
 from functional.suite.reserve import Reserve, is_full
 from functional.suite.session import Session, interrupt
 from functional.suite.versions import read_versions
-
-FILES = (
-    "report.json",
-    "report.html",
-    "report.md",
-    "junit.xml",
-    "rollouts.jsonl",
-    "requests.jsonl",
-    "metrics.jsonl",
-    "usage.jsonl",
-    "agreement.jsonl",
-    "recipe.json",
-    "processes.json",
-    "events.jsonl",
-    "routers.json",
-    "routers.md",
-    "routers.svg",
-    "learning.json",
-    "learning.svg",
-    "chat.json",
-)
-"""What a run writes beside its logs, and removes of an earlier one."""
 
 
 def run(
@@ -82,9 +60,12 @@ def run(
         session.say(f"warning: {warning}")
     failure, is_bad_input = carry_out(session, programs, log_dir, reserve)
     shutil.rmtree(run_dir, ignore_errors=True)
-    leftovers = [*session.remains, *find_leftovers(run_dir, session.ports)]
+    left = find_leftovers(run_dir, session.ports, session.worker_folders, drop_memory(session.memory))
+    leftovers = [*session.remains, *left]
     session.checks.add(
-        "teardown.nothing_left", not leftovers, "; ".join(leftovers) or "no process, port or folder of the run is left"
+        "teardown.nothing_left",
+        not leftovers,
+        "; ".join(leftovers) or "no process, port, shared memory or folder of the run is left",
     )
     report.finish(session.checks, failure, time.monotonic() - session.began)
     write_report(out, report)
@@ -129,19 +110,6 @@ def prepare_out(out: Path, report: Report) -> tuple[Path, Reserve]:
     return log_dir, reserve
 
 
-def make_folders(out: Path) -> Path:
-    """Make `out` with an empty folder for logs, and remove an earlier run's files; returns the folder for logs."""
-    out.mkdir(parents=True, exist_ok=True)
-    log_dir = out / "logs"
-    shutil.rmtree(log_dir, ignore_errors=True)
-    log_dir.mkdir()
-    for name in FILES:
-        (out / name).unlink(missing_ok=True)
-    for journal in out.glob("requests-*.jsonl"):
-        journal.unlink()
-    return log_dir
-
-
 def carry_out(session: Session, programs: Programs, log_dir: Path, reserve: Reserve) -> tuple[str | None, bool]:
     """Run the session and take it down. Returns why it ended early, if it did, and whether its input is the cause."""
     recipe = session.recipe
@@ -163,25 +131,6 @@ def carry_out(session: Session, programs: Programs, log_dir: Path, reserve: Rese
         session.say("taking the run down")
         session.close()
     return None, False
-
-
-def write_pages_or_say(out: Path) -> None:
-    """report.html and report.md; that they cannot be made changes nothing about the run."""
-    try:
-        write_pages(out)
-    except Exception as error:
-        print(f"warning: no report.html: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-def summarize(report: Report, out: Path) -> None:
-    """Print the outcome."""
-    failed = [check for check in report.checks if not check.passed]
-    for check in failed:
-        print(f"FAILED {check.name}: {check.detail}", file=sys.stderr)
-    if report.error is not None:
-        print(f"error: {report.error}", file=sys.stderr)
-    total = len(report.checks)
-    print(f"{total - len(failed)} of {total} checks passed in {report.seconds:.0f} s; report: {out / 'report.html'}")
 
 
 if __name__ == "__main__":

@@ -52,11 +52,17 @@ RANKS = (
     "policy.generation.colocated.resources.gpus_per_node=2",
     "cluster.gpus_per_node=3",
 )
+TRAINERS = ("cluster.gpus_per_node=3",)
+GONE = "trainer rank 1 of 2: its process is gone"
 CASES = {
     "worker-killed-generating": Case("worker-0", "step 1: generating", None, 0, LONG, delay_s=0),
     "worker-killed-mid-transfer": Case("worker-0", "refit 1: transfer", None, 0, HELD, delay_s=2),
     "rank-killed-generating": Case("worker-0", "step 1: generating", None, 0, LONG + RANKS, delay_s=0, rank_only=True),
     "rank-killed-mid-transfer": Case("worker-0", "refit 1: transfer", None, 0, HELD + RANKS, delay_s=2, rank_only=True),
+    "trainer-rank-killed-generating": Case("trainer-1", "step 1: generating", GONE, overrides=LONG + TRAINERS),
+    "trainer-rank-killed-mid-transfer": Case(
+        "trainer-1", "refit 1: transfer", GONE, overrides=HELD + TRAINERS, delay_s=2
+    ),
     "worker-killed-ahead": Case("worker-0", "step 3: generating", None, 0, LONG + AHEAD, delay_s=0),
     "etcd-killed": Case("etcd", "step 1: generating", "etcd was killed by SIGKILL", overrides=LONG),
     "nats-killed": Case("nats-server", "step 1: generating", "nats-server was killed by SIGKILL", overrides=LONG),
@@ -84,7 +90,7 @@ def run_case(name: str, recipe: Path, out: Path, overrides: list[str], deadline_
         raise ConfigError(f"fault case {name!r}: known are {', '.join(CASES)}")
     case = CASES[name]
     shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)  # a container's mount stays, empty
     command = [sys.executable, "-m", "functional.suite.cli", "run", str(recipe), *case.overrides, *overrides]
     with (out / "run.log").open("w", encoding="utf-8") as log:
         run = subprocess.Popen([*command, "--out", str(out)], stdout=log, stderr=log)

@@ -1,6 +1,6 @@
 """A run's own part of a Ray cluster that it has joined: what it listens on there, and what it leaves."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,22 +13,24 @@ from functional.runtime.fleet.sockets import NodeSockets
 
 
 class JoinedRun:
-    """Made right after the trainer's actor: what driver and trainer listen on by then is Ray's, not the run's."""
+    """Made right after the trainer's actors: what driver and trainer listen on by then is Ray's, not the run's."""
 
-    def __init__(self, placement: Placement, trainer: Any, namespace: str) -> None:
+    def __init__(self, placement: Placement, trainer: Sequence[Any], namespace: str) -> None:
+        """trainer: the actor of each rank."""
         self._placement = placement
         self._trainer = trainer
         self._namespace = namespace
         self._rays_here = NodeSockets.here()
-        self._rays_there = trainer.__ray_call__.remote(_sockets_here)
-        self._trainer_pid = trainer.pid.remote()
+        self._rays_there = [rank.__ray_call__.remote(_sockets_here) for rank in trainer]
+        self._trainer_pids = [rank.pid.remote() for rank in trainer]
 
     def sockets(self, fleet: Fleet) -> list[NodeSockets]:
         """What driver, trainer and the fleet's programs listen on."""
-        there = ray.get(self._trainer.__ray_call__.remote(_sockets_here))
+        there = [rank.__ray_call__.remote(_sockets_here) for rank in self._trainer]
+        of_ranks = zip(there, self._rays_there, strict=True)
         return [
             NodeSockets.here().without(self._rays_here),
-            there.without(ray.get(self._rays_there)),
+            *(ray.get(now).without(ray.get(before)) for now, before in of_ranks),
             *fleet.sockets(),
         ]
 
@@ -36,7 +38,7 @@ class JoinedRun:
         """What is left once all is taken down. of_workers: as `Fleet.traces`."""
         traces = {node.ray_id: Traces(self._namespace) for node in self._placement.nodes} | dict(of_workers)
         own = self._placement.trainer_node.ray_id
-        ended, _ = ray.wait([self._trainer_pid], timeout=0)
+        ended, _ = ray.wait(self._trainer_pids, num_returns=len(self._trainer_pids), timeout=0)
         try:
             pids = tuple(map(ray.get, ended))
         except ray.exceptions.RayError:  # the trainer did not come up

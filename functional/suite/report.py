@@ -147,6 +147,7 @@ class Topology(Section):
     workers: dict[int, int] = Field(description="Instance ID by slot.")
     seeds: dict[int, list[int]] = Field(description="Seeds of every engine that the slot has had.")
     device: str
+    trainer_ranks: int = Field(1, description="Devices that the trainer has.")
     share_gpu: bool
     note: str
     nodes: list[NodePlace]
@@ -186,6 +187,21 @@ class ProbeRates(Section):
     rates: list[dict[str, Figure]] = Field(description="One a size of the move.")
 
 
+class NemoRlRun(Section):
+    """What `functional run --driver nemo-rl` knows of the run beside its checks."""
+
+    commit: str | None = Field(description="Of its tree; null where the tree is no checkout and no image names it.")
+    changed: list[str] = Field(description="Files of the checkout that differ from the commit.")
+    script_sha256: str
+    recipe_file: str
+    overrides: list[str] = Field(description="As given, secrets replaced.")
+    share_gpu: bool = Field(description="Whether trainer and workers were on one GPU, a test topology.")
+    reached: str = Field(description="The last milestone of its output.")
+    refits: int
+    cache_invalidations: int
+    generation_tags: list[str] = Field(description="TensorBoard tags of the workers' metrics.")
+
+
 class Report(Section):
     """Everything a run has to tell. A field without a value yet is left out of report.json."""
 
@@ -216,6 +232,7 @@ class Report(Section):
     asynchronous: Asynchronous | None = None
     fault_cases: list[FaultCase] | None = None
     probe_rates: ProbeRates | None = None
+    nemo_rl: NemoRlRun | None = Field(None, description="Where NeMo RL's own trainer made the run.")
     seconds: float
 
     @classmethod

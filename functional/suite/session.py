@@ -15,6 +15,7 @@ from typing import Any
 from functional.runtime.chat.server import ChatServer
 from functional.runtime.errors import ConfigError, InterruptedRunError, RolloutError, RunError
 from functional.runtime.fleet.fleet import Fleet
+from functional.runtime.fleet.guard import descendants
 from functional.runtime.fleet.programs import Programs
 from functional.runtime.fleet.remains import Traces
 from functional.runtime.fleet.settings import FleetSettings, new_namespace
@@ -43,10 +44,11 @@ from functional.suite.batch import RolloutBatch, rollout_records, score
 from functional.suite.chat_service import chat_server, load_template
 from functional.suite.checklist import Checklist
 from functional.suite.checkpoint import Checkpoints, TrainingInfo
-from functional.suite.cluster import cluster_address, joined_ray
+from functional.suite.cluster import cluster_address, joined_ray, shared_gpus
 from functional.suite.data import measure_data
 from functional.suite.flaky import flaky_proxy
 from functional.suite.hardware import UsageSampler
+from functional.suite.leftovers import mapped_memory
 from functional.suite.models import find_model, find_tokenizer
 from functional.suite.preflight import Prepared
 from functional.suite.report import (
@@ -119,12 +121,15 @@ class Session:
         self.checks = Checklist()
         self.ports: list[int] = []
         self.remains: list[str] = []
+        self.memory: set[Path] = set()
+        self._traces: dict[str, Traces] = {}
         self.checkpoints = Checkpoints(
             prepared.recipe.checkpointing, out / prepared.recipe.checkpointing.checkpoint_dir
         )
         self._earlier_engines = 0
         self._joined: Any = None
         self._named: dict[str, list[int]] = {}
+        self._trainer_pids: dict[str, list[int]] = {}
         self._stack = ExitStack()
         self._events = self._stack.enter_context(JsonLines(out / "events.jsonl"))
         self._agreement = self._stack.enter_context(JsonLines(out / "agreement.jsonl"))
@@ -167,21 +172,19 @@ class Session:
         self._phase("ray", lambda: self._stack.enter_context(joined_ray(self.run_dir, recipe)))
         signal.signal(signal.SIGTERM, interrupt)  # after Ray has set its own
 
-        import ray
-
         from functional.runtime.fleet.placement import place
         from functional.suite.joined import JoinedRun
-        from functional.suite.trainer import RemoteWeights, Trainer
+        from functional.suite.trainer import RemoteWeights, TrainerRanks
 
         placement = self._phase("placement", lambda: place(recipe))
-        traces: dict[str, Traces] = {}
-        self._stack.callback(lambda: self._look_for_remains(traces))
+        self._stack.callback(self._look_for_remains)
         self._stack.callback(placement.close)
-        trainer = Trainer.options(**placement.trainer).remote(recipe, model_dir, resumed)  # type: ignore[attr-defined]
-        self._stack.callback(ray.kill, trainer)
+        gpus = shared_gpus(recipe)
+        ranks = TrainerRanks(recipe, model_dir, resumed, placement.trainer, gpus)
+        self._stack.callback(ranks.close)
         namespace = new_namespace()
         if cluster_address() is not None:
-            self._joined = JoinedRun(placement, trainer, namespace)
+            self._joined = JoinedRun(placement, [ranks.first, *ranks.others], namespace)
         settings = FleetSettings(
             namespace=namespace,
             recipe=recipe,
@@ -191,12 +194,15 @@ class Session:
             programs=programs,
             address=placement.address,
             earlier_engines=self._earlier_engines,
+            gpus=gpus,
         )
         patience = generation.dynamo_cfg.startup_timeout_s
         self._phase("engine's parser", lambda: parser.result(patience, recipe.scrub))
         fleet = Fleet(settings, placement.nodes, self.say)
-        self._stack.callback(lambda: traces.update(fleet.traces))
+        fleet.watch(ranks.check)
+        self._stack.callback(lambda: self._traces.update(fleet.traces))
         self._stack.callback(fleet.shutdown)
+        self._stack.callback(self._note_memory)
         self._stack.callback(lambda: self.ports.extend(fleet.listening_ports()))
         self.event("fleet: starting")
         self._phase("fleet", fleet.start)
@@ -205,24 +211,35 @@ class Session:
             workers={worker.index: worker.instance_id for worker in fleet.workers},
             seeds={},
             device=recipe.cluster.device,
+            trainer_ranks=recipe.trainer_ranks,
             share_gpu=recipe.cluster.share_gpu,
-            note="TEST TOPOLOGY: trainer and worker share one GPU" if recipe.cluster.share_gpu else "",
+            note=f"TEST TOPOLOGY: trainer and workers share {gpus} GPU(s)" if recipe.cluster.share_gpu else "",
             nodes=[NodePlace.model_validate(node) for node in placement.nodes],
         )
         self.report.topology.seeds = fleet.seeds  # grows with every worker that is replaced
-        self.report.parameters = self._phase("trainer", lambda: watched(fleet, trainer.ready.remote()))
+        self.report.parameters = self._phase("trainer", lambda: watched(fleet, ranks.first.ready.remote()))
+        self._trainer_pids = ranks.pids()
         self._name_processes(fleet.pids())
-        weights = RemoteWeights(trainer, generation.dynamo_cfg.control_timeout_s)
-        self._train(self._prepare(fleet, trainer, weights, model_dir, placement))
+        weights = RemoteWeights(ranks.first, generation.dynamo_cfg.control_timeout_s, ranks.check)
+        self._train(self._prepare(fleet, ranks.first, weights, model_dir, placement))
 
-    def _look_for_remains(self, traces: dict[str, Traces]) -> None:
+    @property
+    def worker_folders(self) -> list[Path]:
+        """Of all workers that there were, once the fleet is down; they are gone by then, or are left."""
+        return [folder for traces in self._traces.values() for folder in traces.folders]
+
+    def _note_memory(self) -> None:
+        """Shared memory that the run's processes use now: most of it has names that nobody else would know."""
+        self.memory |= mapped_memory(descendants(os.getpid()))
+
+    def _look_for_remains(self) -> None:
         """On a cluster that outlives the run; where it does not, the driver looks once Ray is gone."""
         if self._joined is not None:
-            self.remains = self._joined.find_remains(traces)
+            self.remains = self._joined.find_remains(self._traces)
 
     def _name_processes(self, fleet: dict[str, list[int]]) -> None:
         """Write processes.json: process ids by name, for whoever watches the run from outside."""
-        self._named = {"driver": [os.getpid()], **fleet}
+        self._named = {"driver": [os.getpid()], **self._trainer_pids, **fleet}
         write_atomically(self.out / "processes.json", json.dumps(self._named, indent=2) + "\n")
 
     def _phase(self, name: str, action: Any) -> Any:
@@ -278,6 +295,7 @@ class Session:
             return pool.run(prober.complete_on(worker.instance_id, [prompt], probe_sampling))[0]
 
         def replace_lost(lost: Mapping[int, str]) -> list[Worker]:
+            self._note_memory()
             workers = fleet.replace(lost)
             known = {worker.instance_id for worker in instances}
             instances.extend(worker for worker in workers if worker.instance_id not in known)
@@ -542,7 +560,7 @@ class Session:
         fleet = parts.fleet
         if not fleet.lost_workers():
             fleet.check_membership()
-        cleared = checks.cleared_events(fleet)
+        cleared, passes = checks.cleared_events(fleet), self._passes(parts)
         try:
             result = parts.refit.update(version)
         except RunError:
@@ -550,11 +568,20 @@ class Session:
             raise
         self.report.refits.append(Refit.model_validate(result))
         checks.check_refit(self.checks, name or f"refit{version}", result, fleet, cleared)
+        if self.recipe.trainer_ranks > 1:
+            checks.check_gathered(self.checks, name or f"refit{version}", result, self._passes(parts) - passes)
         if not result.reached:
             watched(fleet, parts.trainer.go_back.remote(result.version))
         phases = ", ".join(f"{name} {seconds * 1000:.0f}" for name, seconds in result.phases.items())
         self.say(f"policy version {result.version} on every worker in {result.total_s:.2f} s (ms: {phases})")
         return result
+
+    def _passes(self, parts: Parts) -> int:
+        """How often the trainer's ranks have gathered the weights."""
+        if self.recipe.trainer_ranks == 1:
+            return 0
+        passes: int = watched(parts.fleet, parts.trainer.passes.remote())
+        return passes
 
     def _generate(
         self,

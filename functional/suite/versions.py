@@ -24,9 +24,14 @@ DYNAMO_PACKAGES = (
 
 def read_versions(programs: "Programs") -> dict[str, dict[str, str]]:
     """Package versions by environment; a package that is not installed is left out."""
-    listing = [str(programs.dynamo_python), str(Path(__file__)), *DYNAMO_PACKAGES]
-    dynamo = json.loads(subprocess.run(listing, check=True, capture_output=True, text=True, timeout=60).stdout)
-    return {"trainer": installed(TRAINER_PACKAGES), "dynamo": dynamo}
+    return {"trainer": installed(TRAINER_PACKAGES), "dynamo": versions_in(programs.dynamo_python, DYNAMO_PACKAGES)}
+
+
+def versions_in(python: Path, names: tuple[str, ...]) -> dict[str, str]:
+    """Versions of those of `names` that the environment of `python` has."""
+    listing = [str(python), str(Path(__file__)), *names]
+    found = json.loads(subprocess.run(listing, check=True, capture_output=True, text=True, timeout=60).stdout)
+    return {str(name): str(held) for name, held in found.items()}
 
 
 def installed(names: tuple[str, ...]) -> dict[str, str]:

@@ -20,6 +20,7 @@ def watched(fleet: Fleet, reference: Any) -> Any:
     try:
         return ray.get(reference)
     except RayError as error:
+        fleet.check_control_plane()  # another process that is gone is the first cause
         cause = getattr(error, "cause", None) or error
         raise RunError(f"trainer: {type(cause).__name__}: {ends_of(str(cause))}") from error
 

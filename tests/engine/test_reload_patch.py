@@ -1,5 +1,8 @@
 """vLLM's layerwise reload finalises a layer too early without the patch, and does not with it."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -37,9 +40,11 @@ def model(monkeypatch: pytest.MonkeyPatch) -> TwoParameters:
 
 
 def test_without_the_patch_the_last_parameter_is_lost(model: TwoParameters) -> None:
+    """But for an image with NeMo RL, whose marker says that vLLM's files have its own patch."""
+    repaired = Path(sys.prefix, "VLLM_BACKPORTS").exists()
     reload(model)
     assert model.first.tolist() == [-3.0] * 8
-    assert model.second.tolist() != [3.0] * 8
+    assert (model.second.tolist() == [3.0] * 8) == repaired
 
 
 def test_with_the_patch_all_is_loaded(model: TwoParameters) -> None:

@@ -61,6 +61,12 @@ def test_a_run():
     assert page.read_bytes() == before
 
 
+def test_generation_beside_training():
+    typed("functional run recipes/grpo_cpu.yaml grpo.async_grpo.enabled=true grpo.max_num_steps=8 --out /tmp/run")
+    well, report = passed()
+    assert (well, len(report["steps"])) == (True, 8)
+
+
 def test_agents():
     typed("functional run recipes/agent_cpu.yaml --out /tmp/run")
     assert passed()[0]

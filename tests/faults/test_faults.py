@@ -45,6 +45,8 @@ DIAGNOSED = {
     "worker-killed-ahead": {"worker-lost"},
     "rank-killed-generating": {"worker-lost"},
     "rank-killed-mid-transfer": {"worker-lost"},
+    "trainer-rank-killed-generating": {"trainer-ended"},
+    "trainer-rank-killed-mid-transfer": {"sender-lost"},
     "etcd-killed": {"etcd-ended"},
     "nats-killed": {"nats-server-ended"},
     "frontend-killed": {"frontend-ended"},
@@ -55,6 +57,8 @@ DIAGNOSED = {
 """What the doctor must name, of each case."""
 LATER = (
     "rank-killed-mid-transfer",
+    "trainer-rank-killed-generating",
+    "trainer-rank-killed-mid-transfer",
     "worker-killed-generating",
     "worker-killed-mid-transfer",
     "nats-killed",
@@ -63,16 +67,18 @@ LATER = (
 )
 """`make test-full` alone runs these. What is like them in `make test`: test_refit_faults kills workers while they
 generate and in a transfer; of an engine of two ranks one is killed here; etcd and the frontend are killed as NATS is;
-the driver is killed before and after it generates."""
+the driver is killed before and after it generates; test_trainer_ranks kills a rank of the trainer."""
 WITH_EXPERTS = "rank-killed-generating"
 EXPERTS = [
     "policy.model_name=builtin:random-qwen3-moe",
     "data.dataset_name=token_set",
     "policy.optimizer.lr=0.5",
+    "cluster.gpus_per_node=4",
     "grpo.max_num_steps=1",
 ]
 """In that case, which is a whole run of two ranks: the family in which most can go wrong (experts that transformers
-fuses, fewer KV heads than ranks, a padded vocabulary). All others are in test_family_runs."""
+fuses, fewer KV heads than ranks, a padded vocabulary), sent by a trainer of two ranks. All other families are in
+test_family_runs."""
 TWO_WORKERS = ("cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2")
 
 

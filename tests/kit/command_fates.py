@@ -48,6 +48,16 @@ TWO_GPUS = "two GPUs"
 GPU_PAGE = "docs/evidence/gpu/README.md"
 A_CLUSTER = "a Slurm cluster with GPUs"
 GUIDE = ("tests/slurm/test_jobs.py", "test_the_guides_block")
+A_TREE, SEEN = "a clone of NeMo RL", "in the squashfs, with no network, on CPU"
+SMALL_TREE = Run(
+    "tests/kit/test_same_digest.py", "test_a_small_tree_of_nemo_rl_goes_in", ("write_tree",), "a small tree"
+)
+NEMO_RL_RUN = Run(
+    "tests/suite/test_nemo_rl.py",
+    "test_the_unmodified_script_without_a_gpu",
+    ("examples/configs/grpo_math_1B_dynamo.yaml",),
+    "no GPU, and only where an image has NeMo RL",
+)
 SUBMIT = Run("tests/slurm/test_submit.py", "test_the_suite_ends_in_the_record", ("submit(",), "partition, GPUs, recipe")
 MADE_BY = "Made by `make bench BENCH={}`"
 REAL = "tests/kit/test_documented.py"
@@ -80,7 +90,7 @@ FATES: dict[str, Fate] = {
     # README: in the image
     "functional run recipes/grpo_cpu.yaml grpo.max_num_steps=3 --out /tmp/run": Run(IN_IMAGE_LONG, "test_a_run"),
     "functional run recipes/grpo_cpu.yaml grpo.async_grpo.enabled=true grpo.max_num_steps=8": Run(
-        "tests/faults/test_async.py", "run", ("grpo.async_grpo.enabled=true",), "half as many steps"
+        IN_IMAGE_LONG, "test_generation_beside_training"
     ),
     "functional learning recipes/learning_cpu.yaml --out /tmp/learning": Run(
         "tests/faults/test_learning.py",
@@ -120,6 +130,15 @@ FATES: dict[str, Fate] = {
     "functional config recipes/grpo_cpu.yaml cluster.num_nodes=2": Run(IN_IMAGE, "test_a_recipe_is_shown"),
     "functional config recipes/grpo_cpu.yaml policy.generation.vllm_cfg.tensor_parallel_size=2 policy.generation.colocated.resources.gpus_per_node=4 cluster.gpus_per_node=5": Run(  # noqa: E501
         IN_IMAGE, "test_a_recipe_is_shown"
+    ),
+    "functional config recipes/grpo_cpu.yaml policy.generation.vllm_cfg.tensor_parallel_size=2 policy.generation.colocated.resources.gpus_per_node=2 cluster.gpus_per_node=4": Run(  # noqa: E501
+        IN_IMAGE, "test_a_recipe_is_shown"
+    ),
+    "functional run --driver nemo-rl examples/configs/grpo_math_1B_dynamo.yaml": ByHand(
+        A_TREE, "docs/nemo-rl.md", "9 of 9", NEMO_RL_RUN
+    ),
+    "functional run --driver nemo-rl examples/configs/grpo_math_1B_dynamo.yaml --out /tmp/nemo policy.model_name=/models/Qwen3-0.6B policy.tokenizer.name=/models/Qwen3-0.6B data.train.dataset_name=ResponseDataset +data.train.data_path=/data/train.jsonl data.train.split_validation_size=0": ByHand(  # noqa: E501
+        A_TREE, "docs/nemo-rl.md", "9 of 9", NEMO_RL_RUN
     ),
     "./build.py report cpu": Here(says="release cpu, profile cpu"),
     # docs/evidence/gpu
@@ -213,13 +232,27 @@ FATES: dict[str, Fate] = {
     "make distclean": Here(says="removed"),
     "make image": Run(ROAD, "road"),
     "make image sqsh": Run(ROAD, "road", ("make image push", "make sqsh")),
+    # README, docs/nemo-rl.md
+    "NEMO_RL=~/RL NAME=nemo make image sqsh": ByHand(A_TREE, "docs/nemo-rl.md", SEEN, SMALL_TREE),
+    "NEMO_RL=TREE make image": ByHand(A_TREE, "docs/nemo-rl.md", SEEN, SMALL_TREE),
+    "./build.py fetch --nemo-rl": ByHand(A_TREE, "docs/nemo-rl.md", SEEN, SMALL_TREE),
+    "./build.py run --name nemo -- python -c 'import nemo_rl; print(nemo_rl.__file__)'": ByHand(
+        A_TREE, "docs/nemo-rl.md", "import `/opt/nemo-rl` with no call of uv"
+    ),
+    'docker buildx build --build-context nemo-rl="$HOME/RL" --build-arg NEMO_RL=1 --build-arg BUILD_DYNAMO=1 --target release --file docker/Dockerfile --tag "$IMAGE" --push .': ByHand(  # noqa: E501
+        A_TREE,
+        "docs/nemo-rl.md",
+        SEEN,
+        Run("tests/kit/test_same_digest.py", "test_what_a_build_by_hand_takes", ("--build-arg=NEMO_RL=1",)),
+    ),
+    "uv run --no-sync": ByHand(A_TREE, "docs/nemo-rl.md", "runs in `/opt/nemo_rl_venv`"),
     "make test PARTS=slurm": Parts(),
     "make test-full": Parts(),
 }  # fmt: skip
 
 NAMED = {
     "./build.py run", "./build.py submit", "bash -c", "docker save", "functional config", "functional doctor",
-    "functional fault worker-killed-generating", "functional make-model",
+    "functional fault worker-killed-generating", "functional make-model", "functional run",
 }  # fmt: skip
 """In sentences: what is spoken of, without the words that it needs to be run."""
 

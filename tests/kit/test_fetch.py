@@ -109,7 +109,7 @@ class TestReuse:
     def test_what_two_locks_share_is_asked_for_once(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[str] = []
 
-        def download(requirements: set[str], base: object, into: Path) -> set[str]:
+        def download(requirements: set[str], built: object, base: object, into: Path) -> set[str]:
             asked.extend(requirements)
             return {"a-1-py3-none-any.whl"}
 
@@ -193,7 +193,7 @@ class TestReuse:
             (folder / "inputs.json").write_text('{"version": "of an earlier kit"}')
             monkeypatch.setattr(fetch, "_make_base", lambda base, epoch, tar: {})
 
-        def download(requirements: set[str], base: object, into: Path) -> set[str]:
+        def download(requirements: set[str], built: object, base: object, into: Path) -> set[str]:
             (into / wheel.name).write_bytes(b"wheel")
             return {wheel.name}
 

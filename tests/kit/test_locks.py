@@ -63,7 +63,9 @@ def test_a_coupled_pin_that_differs_is_named(tmp_path: Path, monkeypatch: pytest
         check_pins()
 
 
-@pytest.mark.parametrize("patch", ["reload_patch", "pause_patch", "reply_patch"])
+@pytest.mark.parametrize(
+    "patch", ["reload_patch", "pause_patch", "reply_patch", "prompt_logprobs_patch", "cpu_experts_patch"]
+)
 def test_the_patches_are_for_the_locked_vllm(patch: str) -> None:
     source = (REPO / f"functional/engine/{patch}.py").read_text()
     named = re.search(r'^PATCHED_VERSION = "(.+)"$', source, re.MULTILINE)

@@ -13,27 +13,43 @@ from pathlib import Path
 
 import pytest
 
+from kit.build_json import build_json
 from kit.diff import Change, LayerDifference, diff_images
-from kit.layout import REPO, inputs_dir, state_dir
+from kit.layout import REPO, inputs_dir, nemo_rl_inputs, state_dir
 from kit.record import read_record
 from kit.sources import LEFT_OUT, SOURCES, tree_sha256
 from kit.verify import verify_release
+from tests.kit.nemo_trees import write_made_for, write_tree
 
 REAL_STATE = state_dir()
+# Builds one stage as by hand, with our engine, into the folder `out`.
+BY_HAND = """
+import os, subprocess, sys
+from kit.services import engine
+with engine() as docker:
+    words = ["--file=docker/Dockerfile", "--provenance=false", "--output=type=local,dest=out", *sys.argv[1:], "."]
+    subprocess.run(docker.argv("buildx", "build", *words), env=os.environ | docker.env, check=True)
+"""
 NEEDED = ("kit", "sqsh", "ci", "docker", "functional", "lockfiles", "tests/functional")
-SMALL = {"trainer-cpu": ("iniconfig", "packaging", "setuptools", "uv"), "dynamo-cpu": ("iniconfig",)}
+SMALL = {
+    "trainer-cpu": ("iniconfig", "packaging", "setuptools", "uv"),
+    "dynamo-cpu": ("iniconfig",),
+    "nemo-rl-cpu": ("iniconfig", "antlr4-python3-runtime"),
+}
 """Lockfile → the pins that are left in it: what our own package is built with, and something to install."""
 # Fetches, gives the wheels another time, and builds. Small locks lack the pins that must agree in all of them.
 DRIVER = """
 import os, sys, time
+from pathlib import Path
 import kit.image
 from kit.fetch import fetch_inputs
 from kit.layout import inputs_dir
 kit.image.check_pins = lambda: None
-fetch_inputs("cpu")
-for wheel in (inputs_dir("cpu") / "wheels").iterdir():
+tree = Path(sys.argv[3]) if sys.argv[3:] else None
+fetch_inputs("cpu", nemo_rl=tree is not None)
+for wheel in inputs_dir("cpu").rglob("wheels/*"):
     os.utime(wheel, (time.time() + int(sys.argv[1]),) * 2)
-kit.image.make_image("small", "cpu", with_dynamo=False, lean=sys.argv[2] == "lean")
+kit.image.make_image("small", "cpu", with_dynamo=False, nemo_rl=tree, lean=sys.argv[2] == "lean")
 """
 
 
@@ -66,12 +82,15 @@ def copied(root: Path) -> Path:
         lockfile = root / f"lockfiles/{name}.txt"
         pins = re.split(r"\n(?=\S)", lockfile.read_text())
         lockfile.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] in packages) + "\n")
-    inputs = root / "dist/inputs/cpu"
-    (inputs / "wheels").mkdir(parents=True)
-    os.link(inputs_dir("cpu") / "base.tar", inputs / "base.tar")
-    there = json.loads((inputs_dir("cpu") / "inputs.json").read_text())
-    (inputs / "inputs.json").write_text(json.dumps({**there, "locks": {}, "wheels": {}}))
+    take_base(inputs_dir("cpu"), root / "dist/inputs/cpu")
     return root
+
+
+def take_base(made: Path, inputs: Path) -> None:
+    (inputs / "wheels").mkdir(parents=True)
+    os.link(made / "base.tar", inputs / "base.tar")
+    there = json.loads((made / "inputs.json").read_text())
+    (inputs / "inputs.json").write_text(json.dumps({**there, "locks": {}, "wheels": {}}))
 
 
 def make_different(root: Path) -> None:
@@ -85,11 +104,11 @@ def make_different(root: Path) -> None:
         (root / "functional" / leftover).write_text("left")
 
 
-def build(root: Path, state: Path, offset: int, how: str) -> Path:
+def build(root: Path, state: Path, offset: int, how: str, *more: str) -> Path:
     """The layout of an image made in `root`, of wheels that lie there for `offset` seconds more than since now."""
     env = {**os.environ, "KIT_STATE": str(state)}
     finished = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(offset), how], cwd=root, env=env, capture_output=True, text=True
+        [sys.executable, "-c", DRIVER, str(offset), how, *more], cwd=root, env=env, capture_output=True, text=True
     )
     assert finished.returncode == 0, finished.stderr
     return root / "dist/small/oci"
@@ -123,6 +142,67 @@ def test_two_folders_and_two_fetches_make_one_image(
     assert named(first, build(other, state, 0, "")) == {
         "/opt/functional/recipes/grpo_cpu.yaml": "changed",
         "/opt/release/build.json": "changed",
+    }
+
+
+def by_hand(root: Path, state: Path, *words: str) -> set[str]:
+    """The files of the stage that was built."""
+    shutil.rmtree(root / "out", ignore_errors=True)
+    env = {**os.environ, "KIT_STATE": str(state)}
+    subprocess.run([sys.executable, "-c", BY_HAND, *words], cwd=root, env=env, check=True, capture_output=True)
+    return {str(path.relative_to(root / "out")) for path in (root / "out").rglob("*") if path.is_file()}
+
+
+@pytest.mark.image
+@needs_engine
+def test_what_a_build_by_hand_takes(tmp_path: Path, state: Path) -> None:
+    root, tree = copied(tmp_path / "kit"), tmp_path / "tree"
+    shutil.rmtree(root / "dist")
+    inputs = {"inputs.json", "archives/a", "wheels/a"}
+    more = {"nemo-rl/inputs.json", "nemo-rl/wheels/a"}
+    for name in inputs:
+        (root / "dist/inputs/cpu" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "dist/inputs/cpu" / name).write_text("a")
+    assert by_hand(root, state, "--target=inputs") == inputs
+    for name in {*more, "nemo-rl/base.tar"}:
+        (root / "dist/inputs/cpu" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "dist/inputs/cpu" / name).write_text("a")
+    assert by_hand(root, state, "--target=inputs") == inputs | more
+
+    # Of a context that nobody asked for, what it takes to name it; the kit's own tree is none.
+    write_tree(tree)
+    given, asked = ("--target=given-tree", f"--build-context=nemo-rl={tree}"), "--build-arg=NEMO_RL=1"
+    assert by_hand(root, state, "--target=given-tree", "--build-context=nemo-rl=.") == set()
+    assert by_hand(root, state, *given) == {"nemo_rl/__init__.py", "pyproject.toml", "uv.lock"}
+    whole = by_hand(root, state, *given, asked)
+    assert {"docker/dynamo/uv.lock", ".git/HEAD"} <= whole
+    assert "kept.log" not in whole  # its .dockerignore says so
+
+
+@pytest.mark.image
+@pytest.mark.full
+@needs_engine
+def test_a_small_tree_of_nemo_rl_goes_in(tmp_path: Path, state: Path) -> None:
+    commit = write_tree(tmp_path / "tree")
+    made: list[Path] = []
+    for name in ("one", "another, elsewhere"):
+        root = copied(tmp_path / name)
+        write_made_for(root / "lockfiles/nemo-rl.toml", commit)
+        if (nemo_rl_inputs("cpu") / "inputs.json").exists():
+            take_base(nemo_rl_inputs("cpu"), root / "dist/inputs/cpu/nemo-rl")
+        elif made:
+            take_base(made[0].parents[1] / "inputs/cpu/nemo-rl", root / "dist/inputs/cpu/nemo-rl")
+        made.append(build(root, state, -86_400 * len(made), "", str(tmp_path / "tree")))
+    difference = diff_images(str(made[0]), str(made[1]))
+    assert difference.equal, difference.model_dump_json(indent=1)
+
+    recorded = read_record(made[0].parent / "record.json").image
+    assert recorded.nemo_rl is not None
+    assert recorded.nemo_rl.commit == recorded.inputs["nemo-rl"] == commit
+    assert recorded.nemo_rl.size > 0
+    assert build_json(made[0])["environments"]["nemo-rl"]["packages"].keys() == {
+        "iniconfig",
+        "antlr4-python3-runtime",
     }
 
 

@@ -142,6 +142,7 @@ WORKERS = {
     "cpu": site(recipe_of()),
     "cuda": site(recipe_of({"device": "cuda"}), "3", "4"),
     "shared GPU": site(recipe_of({"device": "cuda", "share_gpu": True}), "3", "4"),
+    "two ranks on a GPU": site(recipe_of({"device": "cuda", "share_gpu": True}), "3", "3"),
 }
 
 
@@ -152,7 +153,8 @@ def test_every_variable_the_fleet_sets_is_managed(where):
     given |= node_variables("10.0.0.1", "eth0")
     given |= frontend_variables(FrontendArgs(tokenizer_cache=True), 1, 2) | worker_variables(WORKERS[where])
     free = {name for name in given if not name.startswith(MANAGED_PREFIXES) and name not in MANAGED_VARIABLES}
-    assert free == ({"NCCL_CUMEM_ENABLE"} if where == "shared GPU" else set())  # managed where a GPU is shared
+    shares = WORKERS[where].recipe.cluster.share_gpu
+    assert free == ({"NCCL_CUMEM_ENABLE"} if shares else set())  # managed where a GPU is shared
 
 
 def test_the_fleet_names_no_variable_itself():
@@ -164,7 +166,7 @@ def test_the_fleet_names_no_variable_itself():
 
 
 def test_a_workers_variables_on_each_device():
-    cpu, cuda, shared = (worker_variables(worker_site) for worker_site in WORKERS.values())
+    cpu, cuda, shared = (worker_variables(WORKERS[name]) for name in ("cpu", "cuda", "shared GPU"))
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}
     own |= {"VLLM_WEIGHTS_PROOF": "sha256"}
     assert {name: value for name, value in cpu.items() if name not in cuda or cuda[name] != value} == own
@@ -293,3 +295,10 @@ def test_one_such_variable_would_end_etcd(real_fleet, name):
     """So the test above can fail."""
     with pytest.raises(ProcessDiedError, match="etcd exited with status"):
         real_fleet._start_stores({name: FOREIGN[name]}, time.monotonic() + 60)
+
+
+def test_ranks_on_one_gpu_are_told_which():
+    told = worker_variables(WORKERS["two ranks on a GPU"])
+    assert (told["CUDA_VISIBLE_DEVICES"], told["VLLM_RANK_DEVICES"]) == ("3", "0,0")
+    assert "VLLM_RANK_DEVICES" not in worker_variables(WORKERS["shared GPU"])
+    assert worker_variables(site(WORKERS["cuda"].recipe, "5", "2", "5"))["VLLM_RANK_DEVICES"] == "0,1,0"

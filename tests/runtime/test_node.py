@@ -67,7 +67,7 @@ def driver(tmp_path):
 
 
 def problem(driver):
-    return NodeOwner.__ray_metadata__.modified_class().find_problem(*driver)
+    return NodeOwner.__ray_metadata__.modified_class(()).find_problem(*driver)
 
 
 def test_a_node_that_has_everything(driver):

@@ -6,6 +6,7 @@ import pytest
 
 from functional.runtime.errors import ConfigError
 from functional.runtime.fleet import placement
+from functional.runtime.fleet.node import NodeOwner
 from functional.runtime.recipe.load import RecipeError
 from functional.runtime.recipe.placement import plan_nodes, possible_layouts
 
@@ -20,19 +21,19 @@ ONE_EACH = ("cluster.gpus_per_node=2", "G.colocated.resources.gpus_per_node=1")
         ((*ONE_EACH, "cluster.num_nodes=2"), ["trainer on device 0, engine 0 on device 1", "engine 1 on device 0"]),
         (
             (*ONE_EACH, "cluster.num_nodes=2", "G.colocated.resources.num_nodes=1"),
-            ["trainer on device 0", "engine 0 on device 0"],
+            ["trainer on devices 0–1", "engine 0 on device 0"],
         ),
         (
             ("cluster.num_nodes=3", "G.colocated.resources.num_nodes=2"),
-            ["trainer on device 0", "engines 0–3 on devices 0–3", "engines 4–7 on devices 0–3"],
+            ["trainer on devices 0–7", "engines 0–3 on devices 0–3", "engines 4–7 on devices 0–3"],
         ),
         (
             ("G.vllm_cfg.tensor_parallel_size=2",),
-            ["trainer on device 0, engine 0 on devices 1–2, engine 1 on devices 3–4"],
+            ["trainer on devices 0–3, engine 0 on devices 4–5, engine 1 on devices 6–7"],
         ),
         (
             ("G.vllm_cfg.pipeline_parallel_size=4", "cluster.device=cuda", "cluster.share_gpu=true"),
-            ["trainer on device 0, engine 0 on devices 0–3"],
+            ["trainer on devices 0–3, engine 0 on devices 0–3"],
         ),
     ],
 )
@@ -41,6 +42,31 @@ def test_plan(load, overrides, plan):
     planned = plan_nodes(recipe)
     assert list(map(str, planned)) == plan
     assert [index for node in planned for index in node.engines] == list(range(recipe.num_engines))
+
+
+def test_a_trainer_has_what_engines_leave(load):
+    def ranks(*overrides):
+        return load(*overrides).trainer_ranks
+
+    assert ranks() == 4
+    assert ranks("cluster.gpus_per_node=5") == 1
+    assert ranks("G.colocated.resources.gpus_per_node=null") == 1, "these take all but one"
+    assert ranks("cluster.num_nodes=2") == 4
+    assert ranks("cluster.num_nodes=2", "G.colocated.resources.num_nodes=1") == 8, "a node of its own"
+    assert ranks("cluster.gpus_per_node=6", "cluster.device=cuda", "cluster.share_gpu=true") == 2
+
+
+def test_shared_gpus_are_taken_in_turn(load):
+    owner = NodeOwner.__ray_metadata__.modified_class(())
+    recipe = load("G.vllm_cfg.tensor_parallel_size=2", "cluster.device=cuda", "cluster.share_gpu=true")
+
+    def devices(gpus):
+        return owner._devices(SimpleNamespace(recipe=recipe, gpus=gpus), 2)
+
+    assert devices(4) == [("0", "1"), ("2", "3")]
+    assert devices(2) == [("0", "1"), ("0", "1")]
+    assert devices(1) == [("0", "0"), ("0", "0")]
+    assert devices(3) == [("0", "1"), ("2", "0")]
 
 
 def test_layouts_that_devices_and_model_allow(load):
@@ -106,31 +132,68 @@ def test_too_few_nodes_with_the_devices(load, monkeypatch):
     )
 
 
-def test_a_bundle_for_the_trainer_and_one_for_the_engines_of_each_node(load):
-    overrides = ("cluster.gpus_per_node=5", "cluster.num_nodes=2")
-    plans, nodes = plan_nodes(load(*overrides)), [node(1, 5), node(2, 5)]
+def test_a_bundle_for_the_trainer_and_one_for_each_engine(load):
+    overrides = ("cluster.gpus_per_node=6", "cluster.num_nodes=2", "G.vllm_cfg.tensor_parallel_size=2")
+    plans, nodes = plan_nodes(load(*overrides)), [node(1, 6), node(2, 6)]
     bundles, places = placement._bundles(plans, nodes)
     assert [(bundle["GPU"], [key for key in bundle if key != "GPU"]) for bundle in bundles] == [
-        (1, ["node:10.0.0.1"]),
-        (4, ["node:10.0.0.1"]),
-        (4, ["node:10.0.0.2"]),
+        (2, ["node:10.0.0.1"]),
+        (2, ["node:10.0.0.1"]),
+        (2, ["node:10.0.0.1"]),
+        (2, ["node:10.0.0.2"]),
+        (2, ["node:10.0.0.2"]),
     ]
-    assert places == [(0, 1), (-1, 2)]
+    assert places == [(0, [1, 2]), (-1, [3, 4])]
+
+
+@pytest.fixture(scope="module")
+def virtual_devices():
+    """Ray on this machine, with virtual devices."""
+    import ray
+
+    ray.init(address="local", num_cpus=2, num_gpus=6, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture
-def four_bundles(tmp_path):
-    """A placement group of four bundles of one virtual device each, on this machine."""
-    import ray
-    from ray.util.placement_group import placement_group
+def four_bundles(virtual_devices):
+    """A placement group of four bundles of one virtual device each."""
+    from ray.util.placement_group import placement_group, remove_placement_group
 
-    ray.init(address="local", num_cpus=2, num_gpus=5, include_dashboard=False, log_to_driver=False)
+    group = placement_group([{"GPU": 1}] * 4)
+    assert group.wait(30)
+    yield group
+    remove_placement_group(group)
+
+
+def devices_of(node, recipe):
+    settings = SimpleNamespace(recipe=recipe, gpus=0)
+    told = node.owner.__ray_call__.remote(lambda owner: owner._devices(settings, len(node.engines)))
+    return placement.ray.get(told)
+
+
+def test_engines_have_the_devices_of_their_bundles(load, virtual_devices):
+    """A trainer of two ranks, and two engines of two."""
+
+    class Holder:  # has a device as long as it lives, as a rank of the trainer has
+        def device(self):
+            return str(placement.ray.get_gpu_ids()[0])
+
+    recipe = load("cluster.gpus_per_node=6", "G.vllm_cfg.tensor_parallel_size=2", "cluster.device=cuda")
+    placed = placement.place(recipe)
     try:
-        group = placement_group([{"GPU": 1}] * 4)
-        assert group.wait(30)
-        yield group
+        (node,) = placed.nodes
+        assert (node.engines, node.has_trainer) == ((0, 1), True)
+        holder = placement.ray.remote(num_cpus=0, num_gpus=1)(Holder)
+        ranks = [holder.options(**placed.trainer).remote() for _ in range(recipe.trainer_ranks)]
+        taken = [*placement.ray.get([rank.device.remote() for rank in ranks])]
+        engines = devices_of(node, recipe)
+        assert list(map(len, engines)) == [2, 2]
+        taken += [device for devices in engines for device in devices]
+        assert sorted(taken) == list("012345"), "each once"
     finally:
-        ray.shutdown()
+        placed.close()
 
 
 def test_engines_over_bundles_of_one_device_each(load, four_bundles):
@@ -140,9 +203,7 @@ def test_engines_over_bundles_of_one_device_each(load, four_bundles):
     address, nodes = placement.place_in_bundles(recipe, four_bundles, [2, 3, 0, 1])
     ((node,), told) = nodes, placement.ray.get([_gpu_of(four_bundles, bundle) for bundle in (2, 3, 0, 1)])
     assert (address, node.engines, node.is_drivers, node.has_trainer) == ("127.0.0.1", (0, 1), True, False)
-    settings = SimpleNamespace(recipe=recipe)
-    shares = placement.ray.get(node.owner.__ray_call__.remote(lambda owner: owner._devices(settings, 2)))
-    assert shares == [tuple(told[:2]), tuple(told[2:])]
+    assert devices_of(node, recipe) == [tuple(told[:2]), tuple(told[2:])]
     assert len(set(told)) == 4
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from functional.runtime.errors import ConfigError
 from functional.suite.doctor.causes import REFIT, first
-from functional.suite.doctor.examine import examine
+from functional.suite.doctor.examine import _word_of, examine
 from functional.suite.doctor.finding import Result
 from functional.suite.doctor.folder import RunFolder
 from functional.suite.report import write_report
@@ -122,3 +122,9 @@ def test_reasons_of_failed_updates_are_told_apart():
         cause = first(REFIT, reason)
         assert cause is not None
         assert cause.word == word, reason
+
+
+def test_a_rank_of_the_trainer_that_ended_outside_of_an_update_is_named():
+    assert _word_of("trainer rank 1 of 2: its process is gone") == "trainer-ended"
+    in_an_update = "update to policy version 1 stopped, admission shut: trainer rank 1 of 2: its process is gone"
+    assert _word_of(in_an_update) == "sender-lost"

@@ -19,6 +19,10 @@ SHOWN = {
         "node 0           trainer on device 0, engine 0 on devices 1–2, engine 1 on devices 3–4",
         "engine           tensor 2; a node may have 4 of one device, 2 of pipeline 2, 2 of tensor 2, …",
     ),
+    "functional config recipes/grpo_cpu.yaml policy.generation.vllm_cfg.tensor_parallel_size=2"
+    " policy.generation.colocated.resources.gpus_per_node=2 cluster.gpus_per_node=4": (
+        "node 0           trainer on devices 0–1, engine 0 on devices 2–3",
+    ),
 }
 
 

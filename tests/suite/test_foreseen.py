@@ -7,7 +7,7 @@ from functional.suite.host_copy import HostCopy
 from functional.suite.models import ARITHMETIC_DIR
 from functional.suite.policy import Policy, Sample, collate
 from functional.suite.sampling_filter import SamplingFilter
-from functional.suite.trainer import Foreseen
+from functional.suite.trainer_rank import Foreseen
 
 PROMPT = (23, 16, 24, 34, 27, 11, 2)
 ROUNDING = 0.02

@@ -10,8 +10,8 @@ import pytest
 from functional.runtime.errors import ConfigError
 from functional.runtime.refit.parts import Replacement
 from functional.suite.checklist import Check, Checklist
-from functional.suite.driver import write_pages_or_say
 from functional.suite.hardware import UsageSampler, read_hardware
+from functional.suite.outcome import write_pages_or_say
 from functional.suite.pages.plots import Series, lines
 from functional.suite.pages.render import write_pages
 from functional.suite.pages.verdict import by_section, chain, conditions

@@ -58,6 +58,7 @@ class Fleet:
         self._nodes = [node for node in nodes if node.engines]
         self._node_of = {index: node for node in nodes for index in node.engines}
         self._progress = progress
+        self._watched: list[Callable[[], None]] = []
         self._processes: list[ManagedProcess] = []
         self._addresses: dict[int, WorkerAddress] = {}
         self._controls: dict[int, WorkerControl] = {}
@@ -220,8 +221,15 @@ class Fleet:
         for problem in self.lost_workers().values():
             raise ProcessDiedError(problem)
 
+    def watch(self, check: Callable[[], None]) -> None:
+        """Have `check`, which raises ProcessDiedError for something else that nothing replaces, called with the control
+        plane's."""
+        self._watched.append(check)
+
     def check_control_plane(self) -> None:
         """Raise ProcessDiedError when etcd, NATS or the frontend has ended: nothing replaces these."""
+        for check in self._watched:
+            check()
         for process in self._processes:
             process.check()
 

@@ -27,6 +27,7 @@ from functional.runtime.recipe.environment import (
     node_variables,
     worker_defaults,
 )
+from functional.runtime.recipe.placement import device_of
 
 SMALL_FILE = 1 << 20
 """Files of a model up to this size are compared by content, larger ones by size."""
@@ -66,9 +67,10 @@ class NodeOwner:
     Its calls run side by side. When it ends, however that may be, its workers' guards end them.
     """
 
-    def __init__(self, devices: tuple[str, ...] | None = None) -> None:
-        """devices: the workers' GPUs; those that Ray reserved for this actor, if not given."""
-        self._given = devices
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        """devices: the workers' GPUs, which Ray has reserved for the run, one engine's after the other's; none where
+        they are virtual, or shared with the trainer."""
+        self._own = devices
         self._workers: dict[int, WorkerProcess] = {}
         self._servers: dict[int, HttpServer] = {}
         self._ports: PortRange | None = None
@@ -149,13 +151,12 @@ class NodeOwner:
         return address
 
     def _devices(self, settings: FleetSettings, engines: int) -> list[tuple[str, ...]]:
-        """GPUs by worker: of this owner's own, or the machine's first where the trainer shares the first of them; none
-        on CPU."""
+        """GPUs by worker: this owner's own, or the machine's in turn where the trainer shares them; none on CPU."""
         recipe, size = settings.recipe, settings.recipe.devices_per_engine
         if recipe.cluster.device == "cpu":
             return [()] * engines
-        own = ray.get_gpu_ids() if self._given is None else self._given
-        ids = list(map(str, range(engines * size) if recipe.cluster.share_gpu else own))
+        shared = [device_of(number, settings.gpus) for number in range(engines * size)] if settings.gpus else None
+        ids = list(map(str, self._own if shared is None else shared))
         return [tuple(ids[number * size : (number + 1) * size]) for number in range(engines)]
 
 

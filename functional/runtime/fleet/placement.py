@@ -25,7 +25,7 @@ CALLS_PER_WORKER = 4
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run's parts are. address: of the driver's node; trainer: options of the trainer's actor."""
+    """Where a run's parts are. address: of the driver's node; trainer: options of the actor of each of its ranks."""
 
     nodes: tuple[Node, ...]
     address: str
@@ -72,8 +72,11 @@ def place(recipe: Recipe) -> Placement:
     if not group.wait(RESERVE_S):
         remove_placement_group(group)
         raise RunError(f"Ray cannot reserve {bundles}: another job holds devices that cluster.gpus_per_node counts on")
-    of_engines = (bundle for _, bundle in places)
-    owners = [_start_owner(group, *parts) for parts in zip(plans, chosen, of_engines, strict=True)]
+    owners = []
+    for plan, node, (_, of_engines) in zip(plans, chosen, places, strict=True):
+        own_gpus = recipe.cluster.device == "cuda" and not recipe.cluster.share_gpu
+        told = _devices_of(group, of_engines, plan.size) if own_gpus else []
+        owners.append(_start_owner(plan, node, [device for _, devices in told for device in devices]))
     address, facts = _ask(owners, chosen, own)
     nodes = tuple(_node(*parts, own) for parts in zip(plans, chosen, owners, facts, strict=True))
     options: dict[str, Any] = {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, places[0][0])}
@@ -95,18 +98,9 @@ def place_in_bundles(recipe: Recipe, group: Any, bundles: Sequence[int]) -> tupl
         raise ConfigError(
             f"{len(bundles)} bundles for {recipe.num_engines} engine(s) of {size} device(s): give {wanted}"
         )
-    device_of = ray.remote(num_cpus=0, num_gpus=1, max_retries=0)(_own_device)
-    asked = [
-        device_of.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
-        for bundle in bundles
-    ]
-    try:
-        told: list[tuple[str, str]] = ray.get(asked, timeout=OWNER_S)
-    except ray.exceptions.RayError as error:
-        raise RunError(f"bundles {list(bundles)}: no device was told ({type(error).__name__})") from error
     devices: dict[str, list[str]] = {}
-    for ray_id, device in told:
-        devices.setdefault(ray_id, []).append(device)
+    for ray_id, told in _devices_of(group, bundles, 1):
+        devices.setdefault(ray_id, []).extend(told)
     own = ray.get_runtime_context().get_node_id()
     nodes = [node for node in _alive_nodes(own) if node["NodeID"] in devices]
     plans, owners, slot = [], [], 0
@@ -117,19 +111,28 @@ def place_in_bundles(recipe: Recipe, group: Any, bundles: Sequence[int]) -> tupl
             raise ConfigError(f"{where}: its {len(there)} bundle(s) make no whole engines of {size} devices")
         engines = tuple(range(slot, slot + len(there) // size))
         slot += len(engines)
-        plans.append(NodePlan(False, engines, len(there), size, 0))
-        owner: Any = NodeOwner
-        calls = CALLS_PER_WORKER * (len(engines) + 1)
-        options = {"num_gpus": 0, "max_concurrency": calls, "scheduling_strategy": _on(node["NodeID"])}
-        owners.append(owner.options(**options).remote(tuple(there)))
+        plans.append(NodePlan(0, engines, len(there), size, 0))
+        owners.append(_start_owner(plans[-1], node, there))
     address, facts = _ask(owners, nodes, own)
     return address, tuple(_node(*parts, own) for parts in zip(plans, nodes, owners, facts, strict=True))
 
 
-def _own_device() -> tuple[str, str]:
-    """Of the bundle that this runs in: Ray's ID of the node, and of the device there."""
-    (device,) = ray.get_gpu_ids()
-    return ray.get_runtime_context().get_node_id(), str(device)
+def _devices_of(group: Any, bundles: Sequence[int], size: int) -> list[tuple[str, list[str]]]:
+    """Of each bundle, which has so many devices: Ray's ID of its node, and of its devices there. Raises RunError."""
+    tell: Any = ray.remote(num_cpus=0, num_gpus=size, max_retries=0)(_own_devices)
+    asked = [
+        tell.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote() for bundle in bundles
+    ]
+    try:
+        told: list[tuple[str, list[str]]] = ray.get(asked, timeout=OWNER_S)
+    except ray.exceptions.RayError as error:
+        raise RunError(f"bundles {list(bundles)}: no device was told ({type(error).__name__})") from error
+    return told
+
+
+def _own_devices() -> tuple[str, list[str]]:
+    """Of the bundle that this runs in."""
+    return ray.get_runtime_context().get_node_id(), list(map(str, ray.get_gpu_ids()))
 
 
 def _node(plan: NodePlan, node: dict[str, Any], owner: Any, told: NodeFacts, own: str) -> Node:
@@ -138,7 +141,7 @@ def _node(plan: NodePlan, node: dict[str, Any], owner: Any, told: NodeFacts, own
         address=told.address,
         ray_id=node["NodeID"],
         engines=plan.engines,
-        has_trainer=plan.has_trainer,
+        has_trainer=plan.trainers > 0,
         is_drivers=node["NodeID"] == own,
         owner=owner,
     )
@@ -166,8 +169,9 @@ def _choose(recipe: Recipe, own: str) -> list[dict[str, Any]]:
 
 def _bundles(
     plans: Iterable[NodePlan], nodes: list[dict[str, Any]]
-) -> tuple[list[dict[str, float]], list[tuple[int, int]]]:
-    """Ray's bundles, one for the trainer and one for the engines of a node; and the two bundles of each node, or −1."""
+) -> tuple[list[dict[str, float]], list[tuple[int, list[int]]]]:
+    """Ray's bundles, one for the trainer and one for each engine, whose devices so are on one node; and of each node
+    the trainer's, or −1, and its engines'."""
     bundles: list[dict[str, float]] = []
     places = []
 
@@ -178,19 +182,17 @@ def _bundles(
         return len(bundles) - 1
 
     for plan, node in zip(plans, nodes, strict=True):
-        trainer = int(plan.has_trainer)
-        places.append((add(trainer, node), add(plan.devices - trainer, node)))
+        places.append((add(plan.trainers, node), [add(plan.size, node) for _ in plan.engines]))
     return bundles, places
 
 
-def _start_owner(group: Any, plan: NodePlan, node: dict[str, Any], bundle: int) -> Any:
-    strategy = PlacementGroupSchedulingStrategy(group, bundle) if bundle >= 0 else _on(node["NodeID"])
+def _start_owner(plan: NodePlan, node: dict[str, Any], devices: Sequence[str]) -> Any:
+    """devices: of the node's engines, one after the other; none where they are virtual, or shared."""
     owner: Any = NodeOwner
     return owner.options(
-        num_gpus=plan.devices - plan.has_trainer,
         max_concurrency=CALLS_PER_WORKER * (len(plan.engines) + 1),
-        scheduling_strategy=strategy,
-    ).remote()
+        scheduling_strategy=_on(node["NodeID"]),
+    ).remote(tuple(devices))
 
 
 def _on(ray_id: str) -> NodeAffinitySchedulingStrategy:

@@ -12,7 +12,7 @@ from functional.runtime.recipe.model import GenerationConfig, Recipe
 class FleetSettings:
     """A recipe, and where its fleet lives. Folders are absolute; `address` is of the driver's node, where etcd and NATS
     listen: loopback in a run of one node. earlier_engines: how many a slot has had in the runs that this one goes on
-    from, at most: their seeds are not used again."""
+    from, at most: their seeds are not used again. gpus: how many trainer and engines share, if any."""
 
     namespace: str
     recipe: Recipe
@@ -22,6 +22,7 @@ class FleetSettings:
     programs: Programs
     address: str = "127.0.0.1"
     earlier_engines: int = 0
+    gpus: int = 0
 
     @property
     def generation(self) -> GenerationConfig:

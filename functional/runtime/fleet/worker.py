@@ -14,6 +14,10 @@ from functional.runtime.recipe.argv import WorkerPlace, worker_arguments, write_
 from functional.runtime.recipe.environment import LOOPBACK, WorkerSite, program_environment, worker_variables
 from functional.runtime.recipe.seeds import engine_seed
 
+SHARED_RANKS_FLAGS = ("--distributed-executor-backend", "mp", "--disable-custom-all-reduce")
+"""Of an engine whose ranks share a GPU: without the first vLLM asks for as many GPUs, and its own all-reduce for one a
+rank."""
+
 
 @dataclass(frozen=True)
 class Worker:
@@ -89,6 +93,7 @@ class WorkerProcess:
         write_template(settings.generation.dynamo_cfg.worker_args, place)
         command = [str(settings.programs.dynamo_python), "-m", "dynamo.vllm"]
         command += worker_arguments(settings.recipe, place)
+        command += SHARED_RANKS_FLAGS if site.shares_devices else ()
         own, env_vars = worker_variables(site), settings.generation.vllm_cfg.env_vars
         environment = program_environment(settings.address, self._below, env_vars, self._above, own)
         self._process = ManagedProcess(f"worker {self._index}", command, self.log, environment, folder=self.folder)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from functional.engine.transports import PROOF_VARIABLE
+from functional.engine.transports import PROOF_VARIABLE, RANK_DEVICES_VARIABLE
 from functional.runtime.recipe.model import FrontendArgs, Recipe
 
 MANAGED_PREFIXES = ("DYN_", "DYNAMO_", "ETCD_", "NATS_", "RAY_", "PYTHON")
@@ -24,7 +24,7 @@ MANAGED_PREFIXES = ("DYN_", "DYNAMO_", "ETCD_", "NATS_", "RAY_", "PYTHON")
 class WorkerSite:
     """What one worker's variables are made of. run_dir: folder of its sockets, which only its node has.
 
-    engine_port: the first of four; devices: GPUs that are its own, none on CPU.
+    engine_port: the first of four; devices: its ranks' GPUs, none on CPU.
     """
 
     recipe: Recipe
@@ -38,6 +38,17 @@ class WorkerSite:
     @property
     def is_on_cpu(self) -> bool:
         return self.recipe.cluster.device == "cpu"
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether several of its ranks are on one GPU."""
+        return len({*self.devices}) < len(self.devices)
+
+    @property
+    def rank_devices(self) -> str:
+        """Of each rank, its device among those that the worker sees."""
+        seen = [*dict.fromkeys(self.devices)]
+        return ",".join(str(seen.index(device)) for device in self.devices)
 
 
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
@@ -60,13 +71,14 @@ WORKER_VARIABLES: dict[str, Callable[[WorkerSite], str | None]] = {
     "HF_HUB_OFFLINE": lambda _: "1",
     # Start-up time for kernels that an eager engine never runs.
     "TORCH_COMPILE_DISABLE": lambda site: "1" if site.recipe.policy.generation.vllm_cfg.enforce_eager else None,
-    "CUDA_VISIBLE_DEVICES": lambda site: ",".join(site.devices),
+    "CUDA_VISIBLE_DEVICES": lambda site: ",".join(dict.fromkeys(site.devices)),
+    RANK_DEVICES_VARIABLE: lambda site: site.rank_devices if site.shares_devices else None,
 }
 """What the runtime gives each worker; None where it sets nothing."""
 
 SHARED_GPU = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
-"""Variables of trainer and workers when the first GPU has an NCCL rank of both (needs NCCL 2.30.7); a worker's devices
-are its own."""
+"""Variables of trainer and workers when a GPU has NCCL ranks of both (needs NCCL 2.30.7); which GPUs a rank of the
+trainer, or a worker, sees is its own."""
 
 NEVER_SET = frozenset(
     {

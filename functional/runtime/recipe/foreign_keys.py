@@ -50,7 +50,7 @@ def only(*off: Any, why: str) -> Fate:
 
 
 OFF = only(False, why="the suite's trainer does not do that")
-ONE_PROCESS = "the suite's trainer is one process on one device"
+RANKS = "the suite's trainer divides weights and samples among its ranks (FSDP2), and nothing else"
 MEMORY = "arranges the same samples in memory; the suite's trainer takes micro-batches of policy.micro_batch_size"
 PLAIN_TEXT = "the suite's prompts are plain text, tokenized by the model's own tokenizer"
 NO_GYM = "rewards come from the suite's own tasks, none is a NeMo Gym environment"
@@ -93,10 +93,10 @@ FATES: dict[str, Fate] = {
     "policy.logprob_batch_size": aside("log-probs are made in micro-batches of policy.micro_batch_size"),
     "policy.logprob_chunk_size": aside("logits are made where a completion token is predicted, only"),
     "policy.precision": only("bfloat16", "bf16", why="the policy computes in bfloat16, from float32 master weights"),
-    "policy.offload_optimizer_for_logprob": aside(ONE_PROCESS),
-    "policy.dtensor_cfg": aside(ONE_PROCESS),
-    "policy.dtensor_cfg.tensor_parallel_size": only(1, why=ONE_PROCESS),
-    "policy.dtensor_cfg.context_parallel_size": only(1, why=ONE_PROCESS),
+    "policy.offload_optimizer_for_logprob": aside(RANKS),
+    "policy.dtensor_cfg": aside(RANKS),
+    "policy.dtensor_cfg.tensor_parallel_size": only(1, why=RANKS),
+    "policy.dtensor_cfg.context_parallel_size": only(1, why=RANKS),
     "policy.dtensor_cfg.lora_cfg.enabled": only(False, why="updates send whole weights, not adapters"),
     "policy.megatron_cfg": aside("settings of another trainer"),
     "policy.megatron_cfg.enabled": only(False, why="the suite's trainer is not Megatron"),
@@ -109,7 +109,7 @@ FATES: dict[str, Fate] = {
     "policy.pretrained_checkpoint": only(why="the model is loaded from policy.model_name"),
     "policy.dynamic_batching": aside(MEMORY),
     "policy.sequence_packing": aside(MEMORY),
-    "policy.make_sequence_length_divisible_by": aside(ONE_PROCESS),
+    "policy.make_sequence_length_divisible_by": aside(RANKS),
     "policy.refit_buffer_size_gb": managed("updates use the buffers of the runtime's own protocol"),
     "policy.is_vlm": only(False, why="rollouts are text"),
     "policy.quant_cfg": only(why="generation runs in bfloat16, without quantization"),

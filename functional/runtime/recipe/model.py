@@ -324,8 +324,8 @@ class LossConfig(OpenSection):
 
 
 class ClusterConfig(Section):
-    """`cluster`: `device` is cuda where this machine has NVIDIA's driver, unless it is given. `share_gpu` puts the
-    trainer on the first of the engines' devices, a test topology only."""
+    """`cluster`: `device` is cuda where this machine has NVIDIA's driver, unless it is given. `share_gpu` has trainer
+    and engines take turns on the GPUs that there are, a test topology only: a shared one counts for each of them."""
 
     gpus_per_node: int = Field(2, ge=1)
     num_nodes: int = Field(1, ge=1)
@@ -465,6 +465,12 @@ class Recipe(Section):
             return given
         beside_trainer = self.engine_nodes >= self.cluster.num_nodes
         return max(1, self.cluster.gpus_per_node - beside_trainer)
+
+    @property
+    def trainer_ranks(self) -> int:
+        """Devices of the first node that train: all that engines leave there. One the engines share counts twice."""
+        engines = self.engine_devices if self.engine_nodes >= self.cluster.num_nodes else 0
+        return max(1, self.cluster.gpus_per_node - engines)
 
     @property
     def num_engines(self) -> int:

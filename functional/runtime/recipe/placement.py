@@ -1,4 +1,4 @@
-"""Which node of a run holds what: the trainer has a device of the first node, engines the last nodes that they take."""
+"""Which node of a run holds what: the trainer is on the first node, engines on the last nodes that they take."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,19 +10,20 @@ from functional.runtime.recipe.model import Recipe
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One node. engines: slots of its workers; devices: how many of its devices are taken; size: of them, by an engine.
+    """One node. trainers: ranks of the trainer; engines: slots of its workers; devices: how many of its devices are
+    taken; size: of them, by an engine.
 
     first: the number of the engines' first device there, from 0.
     """
 
-    has_trainer: bool
+    trainers: int
     engines: tuple[int, ...]
     devices: int
     size: int
     first: int
 
     def __str__(self) -> str:
-        words = ["trainer on device 0"] if self.has_trainer else []
+        words = [f"trainer on {_devices(0, self.trainers)}"] if self.trainers else []
         if self.engines and self.size == 1:
             taken = _devices(self.first, len(self.engines))
             words.append(f"{_span('engine', self.engines[0], len(self.engines))} on {taken}")
@@ -50,6 +51,11 @@ def possible_layouts(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[tupl
                     yield layout, devices // ranks
 
 
+def device_of(number: int, gpus: int) -> int:
+    """The GPU that a device of a run is, where the run's devices take turns on so many."""
+    return number % gpus
+
+
 def _plan(recipe: Recipe) -> Iterator[NodePlan]:
     nodes, size = recipe.cluster.num_nodes, recipe.devices_per_engine
     engines_per_node = recipe.engine_devices // size
@@ -57,9 +63,9 @@ def _plan(recipe: Recipe) -> Iterator[NodePlan]:
     for number in range(nodes):
         start = (number - first) * engines_per_node
         engines = tuple(range(start, start + engines_per_node)) if number >= first else ()
-        trainers = int(number == 0)
+        trainers = recipe.trainer_ranks if number == 0 else 0
         beside = 0 if recipe.cluster.share_gpu else trainers
-        yield NodePlan(bool(trainers), engines, trainers + len(engines) * size, size, beside)
+        yield NodePlan(trainers, engines, trainers + len(engines) * size, size, beside)
 
 
 def _devices(first: int, count: int) -> str:

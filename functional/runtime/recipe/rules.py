@@ -149,7 +149,7 @@ def _colocation(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _devices(recipe: Recipe) -> Iterator[Problem]:
-    """On a node with engines these take `resources.gpus_per_node` devices, and on the first node the trainer one."""
+    """On a node with engines these take `resources.gpus_per_node` devices; on the first node the trainer has others."""
     cluster, generation = recipe.cluster, recipe.engine_devices
     if recipe.engine_nodes < cluster.num_nodes:
         if generation > cluster.gpus_per_node:

@@ -4,7 +4,7 @@ For parameters that torch shards (FSDP2, tensor parallel: `DTensor`). All ranks 
 order, however far rank 0 gets with what it does with them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,14 @@ class GatheredWeights:
         self.passes = 0
         """How often the weights were gathered."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Generator[tuple[str, Tensor], None, None]:
         """On rank 0: checkpoint name and whole tensor of each weight. Where the iterator is left early, the rest is
         gathered all the same, and dropped: the other ranks are in the midst of it."""
         self._say(_GATHER)
         whole = self._gathered()
         try:
-            yield from whole
+            for named in whole:  # noqa: UP028 (`yield from` would end it with this one)
+                yield named
         finally:
             for _ in whole:
                 pass

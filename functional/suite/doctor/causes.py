@@ -94,7 +94,8 @@ MACHINE = (
 
 REFIT = (
     _cause(
-        "sender-lost", r"trainer: its process is gone|sender of the weights is lost", "the trainer died in the update",
+        "sender-lost", r"trainer( rank \d+ of \d+)?: its process is gone|sender of the weights is lost",
+        "the trainer died in the update",
         "logs of the trainer and of Ray; the kernel's log if it was killed. There is nothing to send: start again",
     ),
     _cause(

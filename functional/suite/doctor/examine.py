@@ -71,9 +71,14 @@ def _run(run: RunFolder) -> Iterator[Finding]:
 _STEP = "the rows below say more"
 
 
+_TRAINER_GONE = re.compile(r"trainer rank \d+ of \d+: its process is gone")
+
+
 def _word_of(error: str) -> str:
     if match := _ENDED.match(error):
         return f"{match['name'].split()[0]}-ended"
+    if _TRAINER_GONE.match(error):
+        return "trainer-ended"
     updating = error.startswith("update to policy version")
     cause = first((*MACHINE, *(REFIT if updating else STARTING)), error)
     return cause.word if cause else "ended-early"

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from functional.suite.checklist import Check
-from functional.suite.report import Report
+from functional.suite.report import NemoRlRun, Report
 
 State = Literal["yes", "no", "unknown"]
 SECTIONS = (
     (
         "Token correctness",
-        r"step\d+\.(chat\.)?(tokens|requests|token_mult|logprobs|exact|tools)|identity\.|chat|sampling|seeds",
+        r"step\d+\.(chat\.)?(tokens|requests|token_mult|logprobs|exact|tools)|tokens\.|identity\.|chat|sampling|seeds",
     ),
     (
         "Policy refit",
@@ -167,13 +167,26 @@ def _data(report: Report) -> str:
 
 
 def _topology(report: Report) -> str:
+    if report.nemo_rl is not None:
+        return _nemo_rl_topology(report.nemo_rl, report.recipe)
     generation = _get(report.recipe, "policy.generation.vllm_cfg", {})
     sizes = [f"{letter}{generation.get(key, 1)}" for letter, key in _SIZES]
     if report.topology is None:
         return "no fleet came up"
     workers, nodes = len(report.topology.workers), len(report.topology.nodes)
-    text = f"{workers} worker(s) of {'·'.join(sizes)} on {nodes} node(s), trainer on {report.topology.device}"
+    ranks = f" of {report.topology.trainer_ranks} ranks" if report.topology.trainer_ranks > 1 else ""
+    text = f"{workers} worker(s) of {'·'.join(sizes)} on {nodes} node(s), trainer{ranks} on {report.topology.device}"
     return f"{text}. {report.topology.note}" if report.topology.note else text
+
+
+def _nemo_rl_topology(made: NemoRlRun, recipe: dict[str, Any]) -> str:
+    held, nodes = _get(recipe, "cluster.gpus_per_node", "?"), _get(recipe, "cluster.num_nodes", "?")
+    generating = _get(recipe, "policy.generation.colocated.resources.gpus_per_node", "?")
+    commit = f"commit {made.commit[:12]}" if made.commit else "a commit that is not known"
+    text = (
+        f"NeMo RL's own script of {commit}: {held} GPU(s) on each of {nodes} node(s), {generating} of them generating"
+    )
+    return f"{text}. All of them are one GPU, which is a test topology" if made.share_gpu else text
 
 
 _SIZES = (("tp", "tensor_parallel_size"), ("pp", "pipeline_parallel_size"), ("ep", "expert_parallel_size"))

@@ -1,0 +1,1 @@
+"""NeMo RL's own trainer, unmodified, run and checked: `functional run --driver nemo-rl RECIPE`."""
