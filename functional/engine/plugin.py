@@ -43,7 +43,7 @@ def register() -> None:
         prompt_logprobs_patch.apply()
     if cpu_experts_patch.applies_to(vllm.__version__):
         cpu_experts_patch.apply()
-    if shared_device_patch.is_wanted() and reload_patch.applies_to(vllm.__version__):
+    if shared_device_patch.is_wanted() and shared_device_patch.applies_to(vllm.__version__):
         shared_device_patch.apply()
     if cpu_resident.is_wanted():
         cpu_resident.apply()

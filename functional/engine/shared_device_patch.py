@@ -13,6 +13,13 @@ import torch
 
 from functional.engine.transports import RANK_DEVICES_VARIABLE
 
+PATCHED_VERSION = "0.23.0"
+
+
+def applies_to(vllm_version: str) -> bool:
+    """Whether this vLLM is the one that this was written for. Local parts (`+cpu`) do not matter."""
+    return vllm_version.split("+")[0] == PATCHED_VERSION
+
 
 def is_wanted() -> bool:
     return bool(os.environ.get(RANK_DEVICES_VARIABLE))

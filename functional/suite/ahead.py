@@ -97,12 +97,15 @@ class Ahead:
             return [completion for completions in self._finished.values() for completion in completions]
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Nothing is under way meanwhile."""
+    def held(self, check: Callable[[], None]) -> Iterator[None]:
+        """Nothing is under way meanwhile. check: as `take` has it."""
         with self._changed:
             self._held = True
-            self._changed.wait_for(lambda: not self._busy)
         try:
+            with self._changed:
+                while self._busy:
+                    self._changed.wait(LOOK_S)
+                    check()
             yield
         finally:
             with self._changed:

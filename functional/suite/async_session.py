@@ -136,7 +136,7 @@ class AsyncSession(Session):
     def _validate(self, parts: Parts, step: int) -> dict[str, float]:
         if self._ahead is None:
             return super()._validate(parts, step)
-        with self._ahead.held():
+        with self._ahead.held(parts.fleet.check_control_plane):
             return super()._validate(parts, step)
 
     def _drain_s(self) -> float | None:
@@ -157,15 +157,20 @@ class AsyncSession(Session):
         return give_up if self._in_flight else None
 
     def _is_given_up(self) -> bool:
+        self._stop_if_unwanted()
+        return self._giving_up
+
+    def _stop_if_unwanted(self) -> None:
+        """Ends the thread of rollouts when the run is being taken down: nothing may be replaced then."""
         if self._ahead is not None:
             self._ahead.look()
-        return self._giving_up
 
     def _fleet_state(self, parts: Parts) -> Hashable:
         return frozenset(worker.instance_id for worker in parts.fleet.workers), self._times_given_up
 
     def _find_lost(self, parts: Parts, known: Hashable) -> Mapping[int, str]:
         with self._weights:
+            self._stop_if_unwanted()
             if known != self._fleet_state(parts):
                 return {worker.index: "an update has replaced workers since" for worker in parts.fleet.workers}
             return super()._find_lost(parts, known)
@@ -173,6 +178,7 @@ class AsyncSession(Session):
     def _make_whole(self, parts: Parts, step: int) -> None:
         """Unless an update has done so already."""
         with self._weights:
+            self._stop_if_unwanted()
             if parts.fleet.lost_workers() or parts.refit.find_lost():
                 super()._make_whole(parts, step)
 

@@ -1,6 +1,7 @@
 """`functional`: what the image can do from its command line."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -46,10 +47,15 @@ def run(
     overrides: OverridesArgument = None,
     out: Annotated[Path, typer.Option(help="Folder for the report, records and logs.")] = Path("functional-out"),
     driver: Annotated[Driver, typer.Option(help="Whose trainer: the suite's, or NeMo RL's own script.")] = Driver.SUITE,
-    deadline_s: Annotated[float, typer.Option(help="nemo-rl: seconds after which its script is stopped.")] = 3600,
+    deadline_s: Annotated[
+        float | None, typer.Option(min=1, help="nemo-rl: seconds after which its script is stopped; 3600 if none.")
+    ] = None,
     token_error: Annotated[
-        float, typer.Option(help="nemo-rl: train/token_mult_prob_error has to stay below; its own test's bound.")
-    ] = 1.05,
+        float | None,
+        typer.Option(
+            min=1, help="nemo-rl: train/token_mult_prob_error has to stay below; 1.05, its own test's bound, if none."
+        ),
+    ] = None,
     share_gpu: Annotated[
         bool, typer.Option("--share-gpu", help="nemo-rl: trainer and workers on this machine's first GPU, a test.")
     ] = False,
@@ -60,9 +66,14 @@ def run(
 
     Example: functional run recipes/grpo_cpu.yaml grpo.max_num_steps=3 --out /tmp/run
     """
+    given = {"deadline_s": deadline_s, "token_error": token_error, "share_gpu": share_gpu or None}
+    options = {name: value for name, value in given.items() if value is not None}
     if driver is Driver.SUITE:
+        for name in options:
+            raise typer.BadParameter("is for --driver nemo-rl", param_hint=f"--{name.replace('_', '-')}")
         raise typer.Exit(run_module("functional.suite.driver", recipe, out, *(overrides or [])))
-    options = {"deadline_s": deadline_s, "token_error": token_error, "share_gpu": share_gpu}
+    if math.isnan(options.get("deadline_s", 0.0)) or math.isnan(options.get("token_error", 0.0)):
+        raise typer.BadParameter("must be a number", param_hint="--deadline-s, --token-error")
     words = (json.dumps(options), *(overrides or []))
     raise typer.Exit(run_module("functional.suite.nemo_rl.driver", recipe, out, *words))
 

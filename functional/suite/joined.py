@@ -13,7 +13,8 @@ from functional.runtime.fleet.sockets import NodeSockets
 
 
 class JoinedRun:
-    """Made right after the trainer's actors: what driver and trainer listen on by then is Ray's, not the run's."""
+    """Made right after the trainer's actors. What the driver listens on by then, and an actor before it has anything of
+    a trainer, is Ray's, not the run's."""
 
     def __init__(self, placement: Placement, trainer: Sequence[Any], namespace: str) -> None:
         """trainer: the actor of each rank."""
@@ -21,7 +22,7 @@ class JoinedRun:
         self._trainer = trainer
         self._namespace = namespace
         self._rays_here = NodeSockets.here()
-        self._rays_there = [rank.__ray_call__.remote(_sockets_here) for rank in trainer]
+        self._rays_there = [rank.sockets_at_first.remote() for rank in trainer]
         self._trainer_pids = [rank.pid.remote() for rank in trainer]
 
     def sockets(self, fleet: Fleet) -> list[NodeSockets]:
@@ -38,13 +39,19 @@ class JoinedRun:
         """What is left once all is taken down. of_workers: as `Fleet.traces`."""
         traces = {node.ray_id: Traces(self._namespace) for node in self._placement.nodes} | dict(of_workers)
         own = self._placement.trainer_node.ray_id
-        ended, _ = ray.wait(self._trainer_pids, num_returns=len(self._trainer_pids), timeout=0)
-        try:
-            pids = tuple(map(ray.get, ended))
-        except ray.exceptions.RayError:  # the trainer did not come up
-            pids = ()
+        pids = tuple(pid for one in self._trainer_pids if (pid := _told(one)) is not None)
         traces[own] = replace(traces[own], pids=traces[own].pids + pids)
         return self._placement.find_remains(traces)
+
+
+def _told(pid: Any) -> int | None:
+    """Of a rank; None of one that did not come up."""
+    ended, _ = ray.wait([pid], timeout=0)
+    try:
+        found: int | None = ray.get(pid) if ended else None
+    except ray.exceptions.RayError:
+        return None
+    return found
 
 
 def _sockets_here(_trainer: Any) -> NodeSockets:

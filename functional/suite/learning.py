@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from functional.runtime.errors import ConfigError
 from functional.suite import checks, driver
 from functional.suite.batch import score
 from functional.suite.pages.plots import Series, lines
@@ -68,6 +69,8 @@ class LearningSession(Session):
     _version = 0
 
     def _train(self, parts: Parts) -> None:
+        if self.recipe.grpo.max_num_steps < 2:
+            raise ConfigError("grpo.max_num_steps=1: a slope needs 2 steps at least")
         self._refit(parts, 0)
         rewards: dict[str, dict[int, list[float]]] = {arm: {} for arm in ARMS}
         first = self.recipe.grpo.seed

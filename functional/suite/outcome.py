@@ -8,6 +8,7 @@ from functional.suite.pages.render import write_pages
 from functional.suite.report import Report
 
 FILES = (
+    ".reserve",
     "report.json",
     "report.html",
     "report.md",

@@ -20,6 +20,7 @@ from functional.engine.plan_wire import Verdict
 from functional.engine.proof import EngineProof
 from functional.engine.wire import Manifest
 from functional.runtime.errors import ProcessDiedError, RefitError, RunError
+from functional.runtime.fleet.sockets import NodeSockets
 from functional.runtime.recipe.environment import LOOPBACK
 from functional.runtime.recipe.model import Recipe
 from functional.runtime.refit.expected import NamedTensors
@@ -44,6 +45,7 @@ class OtherRank:
     """A rank of the trainer but the first. Its calls run one after the other, in the order that they were made in."""
 
     def __init__(self, recipe: Recipe, model_dir: Path, resumed: Path | None, place: Place) -> None:
+        self._at_first = NodeSockets.here()
         self._arguments = recipe, model_dir, resumed, place
         self._own: TrainerRank | None = None
 
@@ -58,6 +60,11 @@ class OtherRank:
     @ray.method(concurrency_group="life")
     def pid(self) -> int:
         return os.getpid()
+
+    @ray.method(concurrency_group="life")
+    def sockets_at_first(self) -> NodeSockets:
+        """What this process listened on before it had anything of a trainer: Ray's."""
+        return self._at_first
 
     @ray.method(concurrency_group="life")
     def live(self) -> None:
@@ -78,6 +85,7 @@ class Trainer:
         others: Sequence[Any] = (),
     ) -> None:
         """resumed: the checkpoint that the run goes on from. others: the `OtherRank`s, from rank 1 on."""
+        self._at_first = NodeSockets.here()
         timeout_s = recipe.policy.generation.dynamo_cfg.control_timeout_s
         self._others = Others(others, timeout_s)
         if others:
@@ -158,6 +166,10 @@ class Trainer:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def sockets_at_first(self) -> NodeSockets:
+        """As `OtherRank.sockets_at_first`."""
+        return self._at_first
 
     def passes(self) -> int:
         """How often a trainer of several ranks has gathered its weights."""

@@ -112,6 +112,7 @@ def test_members_and_log_probs_are_those_of_vllms_kernel(top_k, top_p):
     ids = torch.multinomial(theirs.exp(), 1)[:, 0]
     find_flips(logits, ids, kept, flips)
     assert flips.tokens <= parted.sum()
+    assert flips.furthest < 1e-4
     expected = theirs.gather(1, ids[:, None])[:, 0]
     differ = (logprobs(logits, ids, kept) - expected).abs()
     assert differ[~parted].max() < 1e-4

@@ -61,13 +61,12 @@ LATER = (
     "trainer-rank-killed-mid-transfer",
     "worker-killed-generating",
     "worker-killed-mid-transfer",
-    "nats-killed",
     "driver-killed-generating",
     "worker-killed-ahead",
 )
 """`make test-full` alone runs these. What is like them in `make test`: test_refit_faults kills workers while they
-generate and in a transfer; of an engine of two ranks one is killed here; etcd and the frontend are killed as NATS is;
-the driver is killed before and after it generates; test_trainer_ranks kills a rank of the trainer."""
+generate and in a transfer; of an engine of two ranks one is killed here; the driver is killed before and after it
+generates; test_trainer_ranks kills a rank of the trainer."""
 WITH_EXPERTS = "rank-killed-generating"
 EXPERTS = [
     "policy.model_name=builtin:random-qwen3-moe",

@@ -64,7 +64,15 @@ def test_a_coupled_pin_that_differs_is_named(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "patch", ["reload_patch", "pause_patch", "reply_patch", "prompt_logprobs_patch", "cpu_experts_patch"]
+    "patch",
+    [
+        "reload_patch",
+        "pause_patch",
+        "reply_patch",
+        "prompt_logprobs_patch",
+        "cpu_experts_patch",
+        "shared_device_patch",
+    ],
 )
 def test_the_patches_are_for_the_locked_vllm(patch: str) -> None:
     source = (REPO / f"functional/engine/{patch}.py").read_text()

@@ -65,6 +65,21 @@ def test_a_probe_fails_an_attempt_when_it_tells_the_other_version(to_new, to_oth
     assert world.refit.update(1).attempts == attempts
 
 
+def test_from_the_resume_on_a_rollout_may_end_under_the_new_version():
+    """One that an update did not wait for, say, and that is answered while the probe runs."""
+    world, seen = world_at(0), []
+    probe = world.refit._probe
+
+    def noted(worker, number):
+        seen.append((world.refit.state, world.gate.version, world.gate.newest))
+        return probe(worker, number)
+
+    world.refit._probe = noted
+    world.refit.update(1)
+    assert set(seen) == {(State.SERVING, 0, 0), (State.PROBING, 0, 1)}
+    assert (world.gate.version, world.gate.newest) == (1, 1)
+
+
 def test_a_send_that_fails_once_is_tried_again():
     result = world_at(0, Scripted("fails", {2}), attempts=2).refit.update(1)  # after a probe on each worker
     assert (result.version, result.attempts) == (1, 2)

@@ -123,7 +123,7 @@ def test_nothing_is_under_way_while_it_is_held():
         inside = threading.Event()
 
         def hold():
-            with service.ahead.held():
+            with service.ahead.held(lambda: None):
                 inside.set()
                 time.sleep(0.3)
 

@@ -119,7 +119,7 @@ class RolloutClient:
         async with self._admission as version:
             named = sampling.instances and sampling.instances[next(self._turns) % len(sampling.instances)]
             completion = await self._complete(prompt, sampling, named or None, "rollout")
-            return replace(completion, policy_version=version, last_version=self._gate.version)
+            return replace(completion, policy_version=version, last_version=self._gate.newest)
 
     async def _complete(
         self, prompt: Sequence[int], sampling: Sampling, instance_id: int | None, purpose: str

@@ -12,12 +12,14 @@ class AdmissionGate:
     """Lets rollouts in while open; `close_and_drain` shuts it and waits until none is under way.
 
     Thread-safe; a refit closes it from another thread than the one that generates. version: the policy version of the
-    fleet behind it, once there is one.
+    fleet behind it, once there is one; newest: what engines may compute with, which during an update is the next one
+    from the resume on, while rollouts may still be inside.
     """
 
     def __init__(self, waits: bool = False) -> None:
         """waits: whether `admit` waits while the gate is shut, as generation beside training must, or raises."""
         self.version: int | None = None
+        self.newest: int | None = None
         self._waits = waits
         self._waiting: list[asyncio.Future[None]] = []
         self._condition = threading.Condition()
@@ -81,7 +83,7 @@ class AdmissionGate:
         with self._condition:
             self._open = True
             if version is not None:
-                self.version = version
+                self.version = self.newest = version
             waiting, self._waiting = self._waiting, []
         for opened in waiting:
             opened.get_loop().call_soon_threadsafe(_let_in, opened)

@@ -11,11 +11,10 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from functional.runtime.errors import RolloutError
 from functional.runtime.rollout.client import Limits, RolloutClient
@@ -114,12 +113,12 @@ class SpreadClient:
         self, helper: "_Helper", part: Prompts, sampling: Sampling, given_up: asyncio.Event
     ) -> tuple[Outcomes, float]:
         try:
-            first = await unless(given_up, self._gate.admit(len(part)))
+            first = await unless(given_up, self._gate, len(part))
         except RolloutError as refused:
             return [refused] * len(part), 0.0
         try:
             found, seconds = await helper.complete_each(part, sampling, given_up, self.processes)
-            return [_of_versions(one, first, self._gate.version) for one in found], seconds
+            return [_of_versions(one, first, self._gate.newest) for one in found], seconds
         finally:
             self._gate.leave(len(part))
 
@@ -134,15 +133,18 @@ class SpreadClient:
         self._helpers = []
 
 
-async def unless(given_up: asyncio.Event, entering: Coroutine[Any, Any, int | None]) -> int | None:
-    """What `admit` gives. Raises RolloutError where all is given up before."""
-    admitted, ended = asyncio.ensure_future(entering), asyncio.ensure_future(given_up.wait())
+async def unless(given_up: asyncio.Event, gate: AdmissionGate, count: int) -> int | None:
+    """What `gate.admit(count)` gives. Raises RolloutError where all is given up before."""
+    admitted, ended = asyncio.ensure_future(gate.admit(count)), asyncio.ensure_future(given_up.wait())
     try:
         await asyncio.wait({admitted, ended}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        if not admitted.cancel() and not admitted.cancelled() and admitted.exception() is None:
+            gate.leave(count)  # let in at the same moment
+        raise
     finally:
         ended.cancel()
-        if not admitted.done():
-            admitted.cancel()
+        admitted.cancel()
     if not admitted.done():
         raise RolloutError("given up while admission was shut")
     return admitted.result()

@@ -21,7 +21,7 @@ from typing import Any
 
 from functional.runtime.errors import ConfigError, InterruptedRunError, RunError
 from functional.runtime.fleet.guard import PR_SET_CHILD_SUBREAPER, descendants
-from functional.runtime.fleet.sockets import command_line
+from functional.runtime.fleet.sockets import ListeningSocket, command_line
 from functional.runtime.recipe.redact import redacted, scrubber
 from functional.suite.checklist import Checklist
 from functional.suite.cluster import cluster_address
@@ -62,9 +62,9 @@ class Options:
     """deadline_s: for the script; token_error: train/token_mult_prob_error has to stay below; share_gpu: trainer and
     workers take this machine's first GPU."""
 
-    deadline_s: float
-    token_error: float
-    share_gpu: bool
+    deadline_s: float = 3600.0
+    token_error: float = 1.05
+    share_gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,13 @@ def run(recipe: Path, out: Path, run_dir: Path, options: Options, overrides: lis
         if cluster_address() is None and not has_route():
             enter_own_network()
             report.warnings.append("the machine has no default route: the run had a network of its own")
+        log_dir = prepare_out(out, report)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    log_dir = make_folders(out)
-    shutil.rmtree(out / OWN_FOLDER, ignore_errors=True)
-    write_atomically(out / "recipe.json", json.dumps(report.recipe, indent=2) + "\n")
+    except InterruptedRunError as told:
+        print(f"error: {told}", file=sys.stderr)
+        return 1
     checks = Checklist()
     failure = carry_out(prepared, options, report, checks, log_dir, run_dir)
     report.finish(checks, failure, time.monotonic() - began)
@@ -104,6 +105,18 @@ def run(recipe: Path, out: Path, run_dir: Path, options: Options, overrides: lis
     write_pages_or_say(out)
     summarize(report, out)
     return 0 if report.status == "passed" else 1
+
+
+def prepare_out(out: Path, report: Report) -> Path:
+    """The folder for logs. Raises ConfigError where `out` cannot be written to."""
+    try:
+        log_dir = make_folders(out)
+        shutil.rmtree(out / OWN_FOLDER, ignore_errors=True)
+        write_atomically(out / "recipe.json", json.dumps(report.recipe, indent=2) + "\n")
+    except OSError as error:
+        where = error.filename or out
+        raise ConfigError(f"{where}: {error.strerror}: name a folder with room, to write to, as --out") from error
+    return log_dir
 
 
 def prepare(recipe: Path, out: Path, run_dir: Path, options: Options, overrides: list[str]) -> Prepared:
@@ -154,7 +167,14 @@ def check_config(recipe: Path, config: Any) -> None:
         backend = config["policy"]["generation"]["backend"]
         has_metrics = config["logger"]["tensorboard_enabled"]
         is_async = config["grpo"]["async_grpo"]["enabled"]
-        for section, key in (("cluster", "gpus_per_node"), ("cluster", "num_nodes"), ("grpo", "max_num_steps")):
+        bool(config["grpo"]["async_grpo"]["recompute_kv_cache_after_weight_updates"])
+        for section, key in (
+            ("cluster", "gpus_per_node"),
+            ("cluster", "num_nodes"),
+            ("grpo", "max_num_steps"),
+            ("grpo", "num_prompts_per_step"),
+            ("grpo", "num_generations_per_prompt"),
+        ):
             int(config[section][key])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{recipe}: not a GRPO recipe of NeMo RL: {type(error).__name__}: {error}") from error
@@ -250,7 +270,10 @@ def carry_out(
         failure = check_end(checks, ended, log, options.deadline_s)
         failure = scrub(failure) if failure else None
         report.sockets = ended.sockets
-        check_logged(prepared, options, report, checks, log, out, run_dir)
+        try:
+            check_logged(prepared, options, report, checks, log, out, run_dir)
+        except (RunError, OSError, ValueError) as unread:
+            failure = failure or scrub(f"its metrics could not be checked: {unread}")
     await_end()
     shutil.rmtree(run_dir, ignore_errors=True)
     left += find_leftovers(run_dir, {socket.port for socket in ended.sockets} if ended else ())
@@ -315,11 +338,14 @@ def check_logged(
     report.nemo_rl.refits = log.refits
     report.nemo_rl.cache_invalidations = log.invalidations
     report.nemo_rl.generation_tags = [tag for tag in events.tags if tag.startswith(GENERATION)]
-    wide = sorted(
-        {f"{s.program.split()[0].rpartition('/')[2]}:{s.port}" for s in report.sockets or [] if s.is_wildcard}
-    )
+    wide = sorted({f"{program_of(s)}:{s.port}" for s in report.sockets or [] if s.is_wildcard})
     if wide:
         report.warnings.append(f"NeMo RL's servers listened on every interface, unauthenticated: {', '.join(wide)}")
+
+
+def program_of(socket: ListeningSocket) -> str:
+    """Its name; of a process that has ended there is none."""
+    return (socket.program.split() or ["?"])[0].rpartition("/")[2]
 
 
 def read_metrics(prepared: Prepared, folder: Path, run_dir: Path) -> Events:
