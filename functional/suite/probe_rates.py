@@ -86,6 +86,7 @@ class RatesSession(Session):
         """Median seconds of a round, and of as many tokens, one sampled after each of as many prompts or all after one;
         the ways take turns, with caches cleared."""
         worker = parts.refit.workers[0]
+        worker.control.call("flush_cache")  # a prompt that is cached has no log-probs
         first = parts.probe(worker, 0)
         prompt, tokens = first.prompt_token_ids, len(first.prompt_logprobs)
         rng = random.Random(0)
