@@ -28,14 +28,19 @@ PARSER_TIMEOUT_S = 120.0
 
 
 def show_config(path: Path, overrides: list[str], as_json: bool, ask_engine: bool) -> int:
-    """Print the verdict. Returns 0, or 2 for a recipe that may not run; without `as_json` that raises ConfigError."""
+    """Print the verdict. Returns 0; 1 for a recipe that is refused, with all its problems; 2 where there is none,
+    which raises ConfigError without `as_json`."""
     try:
         shown = describe(prepare(path, overrides), ask_engine)
     except ConfigError as error:
-        if not as_json:
+        is_refused = isinstance(error, RecipeError)
+        if as_json:
+            print(json.dumps({"valid": False, "error": str(error), "problems": _problems(error)}, indent=2))
+        elif is_refused:
+            print(f"error: {error}", file=sys.stderr)
+        else:
             raise
-        print(json.dumps({"valid": False, "error": str(error), "problems": _problems(error)}, indent=2))
-        return 2
+        return 1 if is_refused else 2
     print(json.dumps(shown, indent=2) if as_json else _as_text(shown), end="\n" if as_json else "")
     return 0
 

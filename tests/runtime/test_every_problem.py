@@ -95,7 +95,7 @@ def config(*words):
 
 def test_functional_config_names_all_of_them_in_one_line(faulty):
     done = config(faulty)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.splitlines()) == 1
     for key, message in EXPECTED.items():
         assert f"{key}" in done.stderr, key
@@ -104,7 +104,7 @@ def test_functional_config_names_all_of_them_in_one_line(faulty):
 
 def test_functional_config_names_all_of_them_for_programs(faulty):
     done = config(faulty, "--json")
-    assert done.returncode == 2
+    assert done.returncode == 1
     found = {problem["key"]: problem["message"] for problem in json.loads(done.stdout)["problems"]}
     assert found.keys() == EXPECTED.keys()
     for key, message in EXPECTED.items():

@@ -46,7 +46,7 @@ def test_json_of_a_valid_recipe(recipe_path):
 
 def test_json_of_a_refused_recipe(recipe_path):
     status, out, err = config(recipe_path, "policy.generation.vllm_cfg.precision=fp8", "--json")
-    assert (status, err) == (2, "")
+    assert (status, err) == (1, "")
     assert json.loads(out)["problems"] == [
         {
             "key": "policy.generation.vllm_cfg.precision",
@@ -66,7 +66,7 @@ def test_text_names_class_and_flag(recipe_path):
 
 def test_a_refused_recipe_is_one_line(recipe_path):
     status, out, err = config(recipe_path, "policy.generation.colocated.enabled=true")
-    assert (status, out) == (2, "")
+    assert (status, out) == (1, "")
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1
 
