@@ -40,8 +40,8 @@ def functional(*words):
 def test_a_prompt_that_fills_the_context_is_refused_with_file_and_line(recipe_path, data, tmp_path, model):
     words = (recipe_path, f"policy.model_name={model}", f"data.dataset_name={data}")
     out = tmp_path / "out"
-    for done in (functional("config", *words), functional("run", *words, "--out", out)):
-        assert (done.returncode, done.stdout) == (2, "")
+    for status, done in ((1, functional("config", *words)), (2, functional("run", *words, "--out", out))):
+        assert (done.returncode, done.stdout) == (status, "")
         assert len(done.stderr.splitlines()) == 1
         assert f"{data}:3: the prompt has 128 tokens" in done.stderr
         assert "max_model_len=128" in done.stderr
@@ -117,7 +117,7 @@ def test_the_built_in_model_s_context_is_known(recipe_path):
 
 def test_json_of_a_refused_prompt(recipe_path, data):
     done = functional("config", recipe_path, f"data.dataset_name={data}", "--json")
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert f"{data}:3: " in json.loads(done.stdout)["error"]
 
 
