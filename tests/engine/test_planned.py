@@ -20,6 +20,7 @@ from functional.engine.errors import NOT_PROVED
 from functional.engine.transports import PROOFS, RESIDENT_VARIABLE
 from functional.engine.wire import Slot
 from functional.runtime.refit.source import LocalWeights
+from tests.packing import cpu_packs
 
 PARAMETERS = 18
 """Of the engine, in two layers."""
@@ -139,7 +140,7 @@ def test_updates_by_plan_are_proved_and_wrong_ones_refused(planned: Any, version
     source.close()
 
 
-@pytest.mark.skipif(TRANSPORT == "nccl", reason="a GPU's layers pack nothing")
+@pytest.mark.skipif(TRANSPORT == "nccl" or not cpu_packs(), reason="layers pack nothing here")
 def test_layers_that_pack_come_to_no_plan_and_keep_their_weights(engine: Any, versions: list[Path]) -> None:
     source = Source(versions)
     problems = agree(engine, source)
