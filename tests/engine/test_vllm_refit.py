@@ -111,6 +111,8 @@ def refit(engine: Any, model: Path, ranks: int = 1, **plan: Any) -> None:
 
 
 def test_first_load_is_proved_and_stale_weights_are_not(engine: Any, versions: list[Path]) -> None:
+    if not cpu_packs():  # there what was loaded first is gone since a plan was learned: see plan_check
+        refit(engine, versions[0])
     prove(engine, versions[0])
     with pytest.raises(Exception, match="weights not proved"):
         prove(engine, versions[1])
