@@ -65,7 +65,8 @@ def test_a_refit_reaches_both_ranks(two_ranks: Any, of_ranks: list[Plan], versio
     with pytest.raises(Exception, match="weights not proved"):
         prove(two_ranks, expected(of_ranks, versions[0]))
     refit(two_ranks, versions[1], RANKS, change=["flip", "model.layers.1.mlp.down_proj.weight"])
-    with pytest.raises(Exception, match=r"rank 1: weights not proved, [12] problem"):  # unpacked, it is named twice
+    problems = 1 if cpu_packs() else 2  # unpacked, it is named twice
+    with pytest.raises(Exception, match=rf"rank 1: weights not proved, {problems} problem"):
         prove(two_ranks, expected(of_ranks, versions[1]))
 
 
