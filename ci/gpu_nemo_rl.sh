@@ -3,9 +3,10 @@
 #
 #   COMMAND='bash ci/gpu_nemo_rl.sh' DEADLINE_S=500 CARRY=.carry OUT=/tmp/out bash ci/gpu_run.sh
 #
-# wants parts packed with NEMO_RL=TREE (ci/gpu_pack.sh). SHAPE (Qwen3-0.6B) is that of the model, with random weights;
-# RUN_S (360) bounds the run; further words are overrides of the recipe. What gpu_run.sh collects holds the report, the
-# logs, and nccl.log: which settings let two NCCL ranks share the GPU, tried before. Exit status: the run's.
+# wants parts packed with NEMO_RL=TREE (ci/gpu_pack.sh). SHAPE (Qwen3-0.6B) is that of the model, which is taught the sums
+# of the data first (ci/teach_sums.py); UNTAUGHT=1 leaves its weights random. RUN_S (360) bounds the run; further words
+# are overrides of the recipe. What gpu_run.sh collects holds the report, the logs, and nccl.log: which settings let two
+# NCCL ranks share the GPU, tried before. Exit status: the run's.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
@@ -21,14 +22,19 @@ main() {
   [ -x "$NEMO_RL_VENV/bin/python" ] || { echo "error: the parts hold no NeMo RL: pack them with NEMO_RL=TREE" >&2; return 2; }
   rm -rf "$scratch"
   mkdir -p "$scratch"
-  step "imports" imports || return 1
-  step "inputs" make_inputs || return 1
-  step "nccl" choose_nccl || return 1
   local status=0
-  step "run" run "$@" || status=$?
+  all_steps "$@" || status=$?
   mkdir -p "$out/logs"
   cp "$scratch"/*.log "$out/logs/"
   return "$status"
+}
+
+all_steps() {
+  step "imports" imports || return 1
+  step "inputs" make_inputs || return 1
+  [ -n "${UNTAUGHT:-}" ] || step "teaching" teach || return 1
+  step "nccl" choose_nccl || return 1
+  step "run" run "$@"
 }
 
 step() {
@@ -74,6 +80,12 @@ with open(sys.argv[1], "w", encoding="utf-8") as file:
         for b in range(8):
             file.write(json.dumps({"input": f"What is {a} + {b}?", "output": str(a + b)}) + "\n")
 END
+}
+
+teach() {
+  PYTHONPATH=$PWD timeout --kill-after=5 300 python ci/teach_sums.py "$scratch/model" "$scratch/train.jsonl" \
+    "$NEMO_RL_DIR/examples/prompts/cot.txt" >"$scratch/teaching.log" 2>&1 || { tail -n 5 "$scratch/teaching.log"; return 1; }
+  tail -n 1 "$scratch/teaching.log"
 }
 
 # NeMo RL's trainer sets NCCL_CUMEM_ENABLE=1 itself. Try what may be needed beside it when two ranks share one GPU, the

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Engines of several ranks, several engines, and a trainer of two ranks, one experiment after the other. Where there are
-# fewer GPUs than an experiment's four, trainer and engines take turns on those that there are.
+# fewer GPUs than an experiment's, trainer and engines take turns on those that there are.
 #
 #   COMMAND='bash ci/gpu_ranks.sh tensor-2 two-engines' DEADLINE_S=560 CARRY=.carry OUT=/tmp/out bash ci/gpu_run.sh
 #
-# Names: tensor-2, pipeline-2, two-engines, experts-small, experts, rank-faults (two GPUs); trainer-2 (a trainer of two
+# Names: tensor-2, pipeline-2, two-engines, experts-small, experts, rank-faults (three GPUs); trainer-2 (a trainer of two
 # ranks, an engine of tensor parallel 2), trainer-2-one (the same with an engine of one rank), three-engines, and the
-# times of updates to one and to three engines, rates-1 and rates-3, and routers-3 (four GPUs, or fewer that are shared).
-# All for two GPUs without a name. Both with experts need a pack with EXPERTS=1 (ci/gpu_pack.sh). Each has EACH_S (270)
+# times of updates to one and to three engines, rates-1 and rates-3, and routers-3 (four GPUs). Fewer GPUs are shared.
+# The first six without a name. Both with experts need a pack with EXPERTS=1 (ci/gpu_pack.sh). Each has EACH_S (270)
 # seconds. RESULTS ($OUT/ranks) takes a folder for each: report.json, run.log and the logs. Exit status: 1 when one
 # failed.
 set -uo pipefail
@@ -17,9 +17,7 @@ recipe=functional/recipes/grpo_gpu.yaml
 results=${RESULTS:-${OUT:-/tmp/out}/ranks}
 each_s=${EACH_S:-270}
 generation=policy.generation
-two_gpus=(cluster.share_gpu=true cluster.gpus_per_node=3 "$generation.colocated.resources.gpus_per_node=2")
-tensor=("${two_gpus[@]}" "$generation.vllm_cfg.tensor_parallel_size=2")
-experts=("${tensor[@]}" "$generation.vllm_cfg.expert_parallel_size=2")
+experts="$generation.vllm_cfg.expert_parallel_size=2"
 
 # placed TRAINERS ENGINE_DEVICES RANKS_PER_ENGINE: sets `placed`, on GPUs of their own if there are as many. A shared GPU
 # holds several caches, so that their size is given: engines that start at once would measure each other's memory.
@@ -58,11 +56,11 @@ attempt() {
 # experiment NAME OUT
 experiment() {
   case $1 in
-    tensor-2) suite run "$2" "${tensor[@]}" ;;
-    pipeline-2) suite run "$2" "${two_gpus[@]}" "$generation.vllm_cfg.pipeline_parallel_size=2" ;;
-    two-engines) suite run "$2" "${two_gpus[@]}" ;;
-    experts-small) suite run "$2" "${experts[@]}" policy.model_name=builtin:random-qwen3-moe ;;
-    experts) suite run "$2" "${experts[@]}" policy.model_name=builtin:random-moe ;;
+    tensor-2) placed 1 2 2 && suite run "$2" "${placed[@]}" ;;
+    pipeline-2) placed 1 2 1 && suite run "$2" "${placed[@]}" "$generation.vllm_cfg.pipeline_parallel_size=2" ;;
+    two-engines) placed 1 2 1 && suite run "$2" "${placed[@]}" ;;
+    experts-small) placed 1 2 2 && suite run "$2" "${placed[@]}" "$experts" policy.model_name=builtin:random-qwen3-moe ;;
+    experts) placed 1 2 2 && suite run "$2" "${placed[@]}" "$experts" policy.model_name=builtin:random-moe ;;
     trainer-2) placed 2 2 2 && suite run "$2" "${placed[@]}" ;;
     trainer-2-one) placed 2 1 1 && suite run "$2" "${placed[@]}" ;;
     three-engines) placed 1 3 1 && suite run "$2" "${placed[@]}" ;;
@@ -72,7 +70,9 @@ experiment() {
       placed 1 3 1 && suite compare-routers "$2" "${placed[@]}" "$generation.vllm_cfg.max_model_len=1024" \
         --modes kv,round-robin
       ;;
-    rank-faults) suite refit-faults "$2" "${tensor[@]}" --only rank-killed-generating,rank-killed-mid-transfer ;;
+    rank-faults)
+      placed 1 2 2 && suite refit-faults "$2" "${placed[@]}" --only rank-killed-generating,rank-killed-mid-transfer
+      ;;
     *) echo "error: there is no experiment '$1'" && return 2 ;;
   esac
 }
