@@ -33,8 +33,10 @@ SETTINGS = [
     "policy.generation.dynamo_cfg.control_timeout_s=15",
     "policy.generation.vllm_cfg.max_model_len=1024",
 ]
-LONG_TOKENS = 512
-"""An answer so long that a worker whose log has just told of the request is still at it: some seconds."""
+WORKED_S = 5.0
+"""How long a worker is at an answer whose request its log has just told of."""
+PACE_TOKENS, MOST_TOKENS = 16, 512
+"""Tokens of the answers that show the engines' pace, and the most that fit into SETTINGS' context."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ class FaultSession(Session):
     def _generate_while_killing(self, parts: Parts, targets: dict[int, list[int]]) -> list[Any]:
         """Completions during which these processes of workers are killed, each worker's once it has taken a prompt."""
         prompts = [prompt.token_ids for prompt in parts.task.prompts(1) for _ in range(8)]
-        long = replace(parts, sampling=replace(parts.sampling, max_tokens=LONG_TOKENS, ignore_eos=True))
+        long = with_tokens(parts, self._long_enough(parts, prompts))
         generated = threading.Event()
         killers = []
         for index, pids in targets.items():
@@ -253,6 +255,15 @@ class FaultSession(Session):
             generated.set()
             for killer in killers:
                 killer.join()
+
+    def _long_enough(self, parts: Parts, prompts: list[tuple[int, ...]]) -> int:
+        """Tokens of an answer that takes WORKED_S, by the pace of short ones; the first of these find caches empty."""
+        short = with_tokens(parts, PACE_TOKENS)
+        self._generate(short, short.spread, prompts, self._version)
+        began = time.monotonic()
+        self._generate(short, short.spread, prompts, self._version)
+        tokens = round(PACE_TOKENS * WORKED_S / (time.monotonic() - began))
+        return min(max(tokens, PACE_TOKENS), MOST_TOKENS)
 
     def _nudge(self, parts: Parts, fault: SendFault | None = None) -> int:
         """A new version in the trainer, and what is to go wrong when it is sent."""
@@ -299,6 +310,11 @@ def send_later(pending: DelayedSignal) -> None:
     """Wait for the moment, then send the signal."""
     time.sleep(pending.delay_s)
     send(pending.signum, pending.pids)
+
+
+def with_tokens(parts: Parts, tokens: int) -> Parts:
+    """Whose answers have so many tokens each, whatever they are."""
+    return replace(parts, sampling=replace(parts.sampling, max_tokens=tokens, ignore_eos=True))
 
 
 def kill_at_work(log: Path, received: int, pids: list[int], generated: threading.Event) -> None:

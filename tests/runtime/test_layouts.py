@@ -31,6 +31,7 @@ MOE = DENSE | {"intermediate_size": 97, "num_experts": 4, "moe_intermediate_size
         (MOE, (2, 1, 1), "cuda", {}),
         (MOE, (4, 1, 1), "cuda", {"tensor_parallel_size": "moe_intermediate_size, 6"}),
         (MOE, (4, 1, 4), "cuda", {}),
+        (DENSE | {"num_local_experts": 4, "moe_intermediate_size": 6}, (4, 1, 4), "cuda", {}),
         (MOE, (2, 1, 2), "cpu", {"expert_parallel_size": "on a CPU"}),
         ({}, (3, 7, 3), "cpu", {}),
         ({"num_attention_heads": "many", "vocab_size": True}, (3, 1, 1), "cpu", {}),

@@ -81,6 +81,10 @@ def test_layouts_that_devices_and_model_allow(load):
     moe = {"num_experts": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
     assert layouts(moe, "cluster.device=cuda") == {"one device": 4, "tensor 2": 2, "tensor 2 × expert 2": 2}
     assert layouts(moe) == {"one device": 4, "tensor 2": 2}
+    assert layouts(moe, "cluster.device=cuda") == layouts(
+        {"num_local_experts" if key == "num_experts" else key: value for key, value in moe.items()},
+        "cluster.device=cuda",
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from functional.runtime.recipe.architectures import find_model_problem
+from functional.runtime.recipe.architectures import Layout, find_layout_problems, find_model_problem, read_config
 from functional.runtime.recipe.model import LossConfig, OptimizerConfig
 from functional.suite.model import random_model
 from functional.suite.policy import Policy, Sample, collate
@@ -39,6 +39,12 @@ def test_the_folder_is_a_model_that_can_be_trained(folder):
     assert all(tensor.dtype is torch.bfloat16 for tensor in tensors.values())
     flat = [tensor for tensor in tensors.values() if tensor.ndim == 1]
     assert len({tuple(tensor.tolist()) for tensor in flat}) == len(flat), "two norms or biases are alike"
+
+
+def test_experts_are_found_in_the_config_as_it_is_written(folder):
+    problems = dict(find_layout_problems(read_config(folder / "config.json"), Layout(2, 1, 2), "cuda"))
+    has_experts = "moe" in str(read_config(folder / "config.json")["architectures"]).lower()
+    assert problems.keys() == (set() if has_experts else {"expert_parallel_size"})
 
 
 def test_log_probs_are_those_of_the_models_own_forward(policy):

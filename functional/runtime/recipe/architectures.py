@@ -89,7 +89,7 @@ def find_layout_problems(config: Mapping[str, Any], layout: Layout, device: str)
         yield "tensor_parallel_size", f"the model's {heads} attention heads do {among}"
     elif kv_heads and max(kv_heads, tensor) % min(kv_heads, tensor):
         yield "tensor_parallel_size", f"the model's {kv_heads} KV heads do {among}, nor these among them"
-    experts = _number(config, "num_experts")
+    experts = count_experts(config)
     width_key = "moe_intermediate_size" if experts else "intermediate_size"
     width = None if experts and layout.expert > 1 else _number(config, width_key)
     if width and width % tensor:
@@ -105,6 +105,12 @@ def find_layout_problems(config: Mapping[str, Any], layout: Layout, device: str)
         yield "expert_parallel_size", "the model has no experts: set it to 1"
     elif layout.expert > 1 and experts and device == "cpu":
         yield "expert_parallel_size", "vLLM's experts on a CPU know no expert parallel ranks: set it to 1"
+
+
+def count_experts(config: Mapping[str, Any]) -> int | None:
+    """Of a layer; None for a model without. A family's own config.json has the first name, and transformers 5 writes
+    the second in its place."""
+    return _number(config, "num_experts") or _number(config, "num_local_experts")
 
 
 def _qwen2_head_dim(architecture: str, config: Mapping[str, Any]) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from functional.runtime.recipe.architectures import Layout, find_layout_problems
+from functional.runtime.recipe.architectures import Layout, count_experts, find_layout_problems
 from functional.runtime.recipe.model import Recipe
 
 
@@ -45,7 +45,7 @@ def possible_layouts(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[tupl
     devices = recipe.engine_devices
     for ranks in (count for count in range(1, devices + 1) if devices % count == 0):
         for tensor in (count for count in range(1, ranks + 1) if ranks % count == 0):
-            for expert in sorted({1, tensor}) if config.get("num_experts") else (1,):
+            for expert in sorted({1, tensor}) if count_experts(config) else (1,):
                 layout = Layout(tensor, ranks // tensor, expert)
                 if not any(find_layout_problems(config, layout, recipe.cluster.device)):
                     yield layout, devices // ranks
