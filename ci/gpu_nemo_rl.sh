@@ -3,15 +3,15 @@
 #
 #   COMMAND='bash ci/gpu_nemo_rl.sh' DEADLINE_S=500 CARRY=.carry OUT=/tmp/out bash ci/gpu_run.sh
 #
-# wants parts packed with NEMO_RL=TREE (ci/gpu_pack.sh). SHAPE (Qwen3-0.6B) is that of the model, which is taught the sums
-# of the data first (ci/teach_sums.py); UNTAUGHT=1 leaves its weights random. RUN_S (360) bounds the run; further words
-# are overrides of the recipe. What gpu_run.sh collects holds the report, the logs, and nccl.log: which settings let two
-# NCCL ranks share the GPU, tried before. Exit status: the run's.
+# wants parts packed with NEMO_RL=TREE (ci/gpu_pack.sh). The model is a small one that is taught the sums of the data first
+# (ci/teach_sums.py); with RANDOM_SHAPE, say Qwen3-0.6B, it is one of that shape with random weights. RUN_S (360) bounds
+# the run; further words are overrides of the recipe. What gpu_run.sh collects holds the report, the logs, and nccl.log:
+# which settings let two NCCL ranks share the GPU, tried before. Exit status: the run's.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
 work=${WORK:-/tmp/dynamo-rl}
-shape=${SHAPE:-Qwen3-0.6B}
+shape=${RANDOM_SHAPE:-Qwen3-small}
 run_s=${RUN_S:-360}
 scratch=$work/nemo-run
 out=$work/out
@@ -32,7 +32,7 @@ main() {
 all_steps() {
   step "imports" imports || return 1
   step "inputs" make_inputs || return 1
-  [ -n "${UNTAUGHT:-}" ] || step "teaching" teach || return 1
+  [ -n "${RANDOM_SHAPE:-}" ] || step "teaching" teach || return 1
   step "nccl" choose_nccl || return 1
   step "run" run "$@"
 }
