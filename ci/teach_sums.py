@@ -48,21 +48,25 @@ def main(folder: Path, data: Path, prompt_file: Path) -> int:
 
 
 def teach(model: Any, tokenizer: Tokenizer, questions: list[tuple[str, int]]) -> None:
+    """Each step takes both answers to some of the questions, weighted as the teacher gives them."""
     lessons = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(STEPS):
         warm, cold = min(1.0, (step + 1) / WARM_STEPS), min(1.0, (STEPS - step) / (0.5 * STEPS))
         optimizer.param_groups[0]["lr"] = RATE * warm * cold
-        drawn = [lessons.choice(questions) for _ in range(BATCH)]
-        pairs = [pair(tokenizer, prompt, right + (lessons.random() > RIGHT)) for prompt, right in drawn]
-        logp, own = answer_logprobs(model, pairs)
-        loss = -(logp * own).sum() / own.sum()
+        drawn = lessons.sample(questions, min(BATCH, len(questions)))
         optimizer.zero_grad()
-        loss.backward()
+        loss = 0.0
+        for more, weight in ((0, RIGHT), (1, 1 - RIGHT)):
+            pairs = [pair(tokenizer, prompt, right + more) for prompt, right in drawn]
+            logp, own = answer_logprobs(model, pairs)
+            part = -weight * (logp * own).sum() / len(drawn)
+            part.backward()
+            loss += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 49:
-            print(f"step {step + 1}: {loss.item():.4f} nats a token", flush=True)
+            print(f"step {step + 1}: {loss:.4f} nats an answer", flush=True)
 
 
 def least_probability(model: Any, tokenizer: Tokenizer, questions: list[tuple[str, int]]) -> float:

@@ -91,4 +91,6 @@ def _machine(suite: dict[str, object]) -> dict[str, str]:
     hardware = suite.get("hardware")
     if not isinstance(hardware, dict):
         return {}
-    return {key: str(hardware.get(key)) for key in ("processor", "cores", "gpus")}
+    gpus = hardware.get("gpus")
+    names = ", ".join(map(str, gpus)) if isinstance(gpus, list) else ""
+    return {"processor": str(hardware.get("processor")), "cores": str(hardware.get("cores")), "gpus": names}
