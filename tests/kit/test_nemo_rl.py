@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -41,6 +42,17 @@ def made_for(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setattr(nemo_rl, "MADE_FOR", path)
     monkeypatch.setattr(install_nemo_rl, "MADE_FOR", path)
     return path
+
+
+def test_the_suite_links_the_environments_of_the_actors_that_the_image_has() -> None:
+    """Neither side may import the other."""
+    source = ast.parse((REPO / "functional/suite/nemo_rl/launch.py").read_text())
+    (named,) = (
+        ast.literal_eval(node.value)
+        for node in source.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ACTORS"
+    )
+    assert named == install_nemo_rl.ACTORS
 
 
 class TestChecked:
