@@ -317,7 +317,7 @@ class Session:
                 on_step=lambda version, name: self.event(f"refit {version}: {name}"),
                 on_transition=self._note_transition,
                 drain_s=self._drain_s(),
-                give_up_rollouts=self._give_up_rollouts(gate),
+                give_up_rollouts=self._give_up_rollouts(gate, chat),
             )
 
         chat = None
@@ -354,8 +354,9 @@ class Session:
         """How long an update waits for the rollouts under way; as for anything else, unless given."""
         return None
 
-    def _give_up_rollouts(self, gate: AdmissionGate) -> Callable[[], None] | None:
-        """For updates that do not wait for the rollouts under way: what ends them all."""
+    def _give_up_rollouts(self, gate: AdmissionGate, chat: ChatServer | None) -> Callable[[], None] | None:
+        """For updates that do not wait for the rollouts under way: what ends them all, and the turns of
+        chats."""
         return None
 
     def _make_task(self, model_dir: Path) -> Task:

@@ -91,8 +91,8 @@ def template():
 class Chat:
     """A server, and a client of it."""
 
-    def __init__(self, pool, url, template, journal, timeout_s=5.0):
-        self.pool, self.gate = pool, AdmissionGate()
+    def __init__(self, pool, url, template, journal, timeout_s=5.0, waits=False):
+        self.pool, self.gate = pool, AdmissionGate(waits)
         served = Served(url, "policy", LIMITS, timeout_s)
         client = ChatClient(pool, self.gate, served, ChatPolicy(template, Sampling(8)), journal)
         self.server = ChatServer(client, self.gate, "127.0.0.1")
@@ -169,7 +169,10 @@ def test_a_conversation_that_fills_the_context_is_told_as_gym_reads_it(chat):
     assert "context length" in answer["error"]["message"]
 
 
-def test_while_admission_is_shut_clients_are_told_when_to_ask_again(chat, frontend):
+@pytest.mark.parametrize("waits", [False, True])
+def test_while_admission_is_shut_clients_are_told_when_to_ask_again(pool, frontend, template, journal, waits):
+    """Also where rollouts wait at the gate."""
+    chat = Chat(pool, frontend.url, template, journal, waits=waits)
     chat.gate.shut()
     status, headers, answer = chat.post()
     assert (status, headers["Retry-After"], answer["error"]["type"]) == (503, "1", "admission_shut")
@@ -177,6 +180,7 @@ def test_while_admission_is_shut_clients_are_told_when_to_ask_again(chat, fronte
     chat.gate.reopen()
     assert chat.post()[0] == 200
     assert len(frontend.asked) == 1
+    chat.server.close()
 
 
 async def health(chat):

@@ -41,7 +41,7 @@ class ChatClient:
         self.served = served
         self._policy = policy
         self._writes = None if journal is None else SharedWrites(journal)
-        self._admission = Admission(gate, served.max_inflight)
+        self._admission = Admission(gate, served.max_inflight, waits=False)  # whose client asks again
         self._turns: set[asyncio.Task[ChatCompletion]] = set()
         self._reason = ""
         self._sender = Sender(pool, f"{served.url}/v1/chat/completions", served.timeout_s, journal)

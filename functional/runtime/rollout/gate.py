@@ -36,22 +36,22 @@ class AdmissionGate:
         with self._condition:
             return None if self._inside else self._entered
 
-    def enter(self, count: int = 1) -> None:
-        """Count rollouts in. Raises AdmissionShutError while the gate is shut."""
+    def enter(self, count: int = 1) -> int | None:
+        """Count rollouts in, all at once; returns the version that they are asked of. Raises AdmissionShutError while
+        the gate is shut."""
         with self._condition:
             if not self._open:
                 raise AdmissionShutError("rollout refused: admission is shut (an update is under way or has failed)")
             self._inside += count
             self._entered += count
+            return self.version
 
     async def admit(self, count: int = 1) -> int | None:
-        """Count rollouts in, all at once; returns the version that they are asked of. Where a shut gate makes nobody
-        wait, raises AdmissionShutError."""
+        """As `enter`, but where a shut gate has them wait, once it is open."""
         while True:
             with self._condition:
                 if self._open or not self._waits:
-                    self.enter(count)
-                    return self.version
+                    return self.enter(count)
                 opened = asyncio.get_running_loop().create_future()
                 self._waiting.append(opened)
             await opened
@@ -97,9 +97,11 @@ def _let_in(opened: "asyncio.Future[None]") -> None:
 class Admission:
     """What a rollout passes before it is sent: the limit of its client, then the gate."""
 
-    def __init__(self, gate: AdmissionGate, max_inflight: int | None) -> None:
-        """max_inflight: rollouts under way at a time, None for all of them."""
+    def __init__(self, gate: AdmissionGate, max_inflight: int | None, waits: bool = True) -> None:
+        """max_inflight: rollouts under way at a time, None for all of them; waits: as `AdmissionGate.admit` does, or,
+        like `enter`, never."""
         self._gate = gate
+        self._waits = waits
         self._inflight: AbstractAsyncContextManager[object] = (
             nullcontext() if max_inflight is None else asyncio.Semaphore(max_inflight)
         )
@@ -108,7 +110,7 @@ class Admission:
         """Returns the version that the rollout is asked of. Raises as `AdmissionGate.admit`."""
         await self._inflight.__aenter__()
         try:
-            return await self._gate.admit()
+            return await self._gate.admit() if self._waits else self._gate.enter()
         except BaseException:
             await self._inflight.__aexit__(None, None, None)
             raise
