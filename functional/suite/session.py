@@ -23,8 +23,9 @@ from functional.runtime.fleet.sockets import NodeSockets
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.jsonlines import JsonLines
 from functional.runtime.recipe.architectures import find_model_problem, read_config
+from functional.runtime.recipe.model import Recipe
 from functional.runtime.recipe.parser_check import EngineCheck
-from functional.runtime.recipe.rules import TOOL_DATA, layout_problems, merge_stop_strings
+from functional.runtime.recipe.rules import TOOL_DATA, Problem, layout_problems, merge_stop_strings
 from functional.runtime.refit.machine import Event, State, Transition
 from functional.runtime.refit.parts import Probe, RefitResult
 from functional.runtime.refit.probe import TOKENS, probe_prompt
@@ -109,6 +110,11 @@ class Session:
     def may_span(self) -> bool:
         """Whether samples may be under way during an update."""
         return False
+
+    @classmethod
+    def find_misfits(cls, recipe: Recipe) -> list[Problem]:
+        """What a recipe may ask of other runs, and this one would not do: refused before anything starts."""
+        return []
 
     def __init__(self, prepared: Prepared, report: Report, out: Path, run_dir: Path) -> None:
         """out: folder of the report, records and logs; run_dir: an empty folder for sockets and data of the run."""
