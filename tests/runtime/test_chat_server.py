@@ -305,6 +305,24 @@ def test_what_is_under_way_can_be_given_up(chat, frontend, tmp_path):
     assert {attempt.outcome for attempt in read_attempts(tmp_path / "requests.jsonl")} == {"aborted"}
 
 
+@pytest.mark.parametrize(("is_confirmed", "status"), [(True, 200), (False, 502)])
+def test_an_answer_by_a_version_that_is_tried_out_waits_for_what_becomes_of_it(chat, frontend, is_confirmed, status):
+    async def ask():
+        chat.gate.reopen(3)
+        chat.gate.try_out(4)
+        asking = asyncio.ensure_future(chat.posting())
+        done, _ = await asyncio.wait({asking}, timeout=0.5)
+        assert (len(frontend.asked), done) == (1, set())
+        if is_confirmed:
+            chat.gate.reopen(4)
+        else:
+            await asyncio.to_thread(chat.server.give_up, "an update failed")
+        return await asking
+
+    assert chat.pool.run(ask())[0] == status
+    chat.gate.close_and_drain(0)
+
+
 def test_a_failure_under_a_key_may_be_asked_for_again(chat):
     headers = {"Idempotency-Key": "k"}
     chat.gate.shut()

@@ -13,7 +13,7 @@ class AdmissionGate:
 
     Thread-safe; a refit closes it from another thread than the one that generates. version: the policy version of the
     fleet behind it, once there is one; newest: what engines may compute with, which during an update is the next one
-    from the resume on, while rollouts may still be inside.
+    from the resume on, while rollouts may still be inside: `confirmed` says to them what becomes of it.
     """
 
     def __init__(self, waits: bool = False) -> None:
@@ -21,6 +21,7 @@ class AdmissionGate:
         self.version: int | None = None
         self.newest: int | None = None
         self._waits = waits
+        self._is_confirmed = True
         self._waiting: list[asyncio.Future[None]] = []
         self._condition = threading.Condition()
         self._open = True
@@ -52,9 +53,28 @@ class AdmissionGate:
             with self._condition:
                 if self._open or not self._waits:
                     return self.enter(count)
-                opened = asyncio.get_running_loop().create_future()
-                self._waiting.append(opened)
+                opened = self._await_opening()
             await opened
+
+    def try_out(self, version: int) -> None:
+        """Engines go on with this version, which is not confirmed until the gate opens."""
+        with self._condition:
+            self.newest, self._is_confirmed = version, False
+
+    async def confirmed(self) -> None:
+        """Wait while engines try out a version, for who has an answer that it may have a part in. If the version is
+        refused, whoever gives up the rollouts inside ends this wait with them."""
+        while True:
+            with self._condition:
+                if self._is_confirmed:
+                    return
+                opened = self._await_opening()
+            await opened
+
+    def _await_opening(self) -> "asyncio.Future[None]":
+        opened = asyncio.get_running_loop().create_future()
+        self._waiting.append(opened)
+        return opened
 
     def leave(self, count: int = 1) -> None:
         with self._condition:
@@ -81,7 +101,7 @@ class AdmissionGate:
     def reopen(self, version: int | None = None) -> None:
         """Let rollouts in, those first that wait. version: of the fleet from now on, if it is another."""
         with self._condition:
-            self._open = True
+            self._open = self._is_confirmed = True
             if version is not None:
                 self.version = self.newest = version
             waiting, self._waiting = self._waiting, []
