@@ -385,6 +385,8 @@ class Session:
         self._take_steps(parts, done + 1)
         asked = self._last_completions(parts, grpo.max_num_steps + 1)
         checks.check_post_update(self.checks, asked, str(parts.refit.version))
+        if parts.chat is not None:
+            parts.chat.close()  # what follows looks at caches, and for every request's end
         if self.recipe.has_prefix_cache:
             self._check_overlap(parts)
         checks.check_routing(self.checks, fleet, parts.records.instance_ids)

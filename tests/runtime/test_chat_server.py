@@ -92,7 +92,7 @@ class Chat:
     """A server, and a client of it."""
 
     def __init__(self, pool, url, template, journal, timeout_s=5.0, waits=False):
-        self.pool, self.gate = pool, AdmissionGate(waits)
+        self.pool, self.gate, self.journal = pool, AdmissionGate(waits), journal
         served = Served(url, "policy", LIMITS, timeout_s)
         client = ChatClient(pool, self.gate, served, ChatPolicy(template, Sampling(8)), journal)
         self.server = ChatServer(client, self.gate, "127.0.0.1")
@@ -303,6 +303,32 @@ def test_what_is_under_way_can_be_given_up(chat, frontend, tmp_path):
         assert answer["error"]["message"] == "given up while under way: every worker was lost"
     chat.gate.close_and_drain(0)
     assert {attempt.outcome for attempt in read_attempts(tmp_path / "requests.jsonl")} == {"aborted"}
+
+
+def test_a_closed_server_has_nothing_under_way(chat, frontend, tmp_path):
+    async def wait(request, body, number):
+        await asyncio.sleep(30)
+
+    frontend.behave = wait
+
+    async def ask():
+        asking = [asyncio.ensure_future(chat.posting(headers=headers)) for headers in ({}, {"Idempotency-Key": "k"})]
+        while len(frontend.asked) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(chat.server.close)
+        left = chat.gate.idle_since()
+        attempts = await asyncio.to_thread(written, chat.journal, tmp_path / "requests.jsonl")
+        await asyncio.gather(*asking, return_exceptions=True)
+        return left, attempts
+
+    left, attempts = chat.pool.run(ask())
+    assert left == 2
+    assert [attempt.outcome for attempt in attempts] == ["aborted", "aborted"]
+
+
+def written(journal, path):
+    journal.written().result(5)
+    return read_attempts(path)
 
 
 @pytest.mark.parametrize(("is_confirmed", "status"), [(True, 200), (False, 502)])

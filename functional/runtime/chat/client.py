@@ -73,13 +73,16 @@ class ChatClient:
                 await self._writes.written()
 
     def give_up(self, reason: str) -> None:
-        """End what is under way, each with a RolloutError: for a fleet that will not answer any more."""
+        """End what is under way, each with a RolloutError, and wait for that: for a fleet that will not answer any
+        more."""
         self.pool.run(self._give_up(reason))
 
     async def _give_up(self, reason: str) -> None:
         self._reason = reason
-        for turn in self._turns:
+        turns = list(self._turns)
+        for turn in turns:
             turn.cancel()
+        await asyncio.gather(*turns, return_exceptions=True)
 
     async def _answer(self, body: bytes, bound: int, read: Callable[[bytes, Sent], ChatCompletion]) -> ChatCompletion:
         completion = await self._sender.answer(body, bound, read, "rollout")
