@@ -164,26 +164,8 @@ def make_prompts(number: int, tokens: int, vocab_size: int) -> list[tuple[int, .
 
 
 def as_record(index: int, completion: Completion) -> RolloutRecord:
-    return RolloutRecord(
-        run="bench",
-        step=1,
-        group=index // GENERATIONS,
-        rollout=index,
-        attempt=completion.attempt,
-        policy_version=1,
-        request_id=completion.request_id,
-        instance_id=completion.instance_id,
-        sent_at=completion.sent_at,
-        answered_at=completion.answered_at,
-        prompt_token_ids=completion.prompt_token_ids,
-        token_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        max_tokens=completion.max_tokens,
-        truncated=completion.truncated,
-        reward=1.0,
-        advantage=0.0,
-        accepted=completion.problem is None,
-        reason=completion.problem,
+    return RolloutRecord.of(
+        completion, run="bench", step=1, group=index // GENERATIONS, rollout=index, reward=1.0, advantage=0.0
     )
 
 

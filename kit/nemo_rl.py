@@ -26,7 +26,12 @@ def write_made_for(folder: Path, locked: dict[str, str]) -> None:
     if not is_nemo_rl(folder):
         raise UsageError(f"{folder} is not NeMo RL", LAYOUT)
     tree = _read(folder)
-    theirs = _resolved(_lock(folder / PINS[1]), _OF_DYNAMO)
+    theirs, open_ones = _resolved(_lock(folder / PINS[1]), _OF_DYNAMO)
+    for name, versions in open_ones.items():
+        raise UsageError(
+            f"{folder / PINS[1]} has {name} in several versions ({', '.join(versions)}), and none of them for sure",
+            "its Dynamo environment cannot be compared with ours: give a tree whose lock has one",
+        )
     for name, version in theirs.items():
         if locked.get(name) != version:
             raise UsageError(
@@ -35,7 +40,12 @@ def write_made_for(folder: Path, locked: dict[str, str]) -> None:
             )
     # Those that nemo-rl.in gives no version.
     asked = re.findall(r"^([a-z0-9-]+)(?:\[.*\])?\s*(?:#.*)?$", (LOCKFILES / "nemo-rl.in").read_text(), re.MULTILINE)
-    pins = _resolved(_lock(folder / PINS[0]), asked)
+    pins, open_ones = _resolved(_lock(folder / PINS[0]), asked)
+    for name, versions in open_ones.items():
+        say(
+            f"note: {folder / PINS[0]} has {name} in several versions ({', '.join(versions)}): it pins none here; give"
+            " lockfiles/nemo-rl.in one, if that of the other environments, else the newest, is not meant"
+        )
     lines = [
         "# The NeMo RL tree that nemo-rl-*.txt were made for: ./build.py lock nemo-rl --nemo-rl TREE writes this file.",
         f'commit = "{tree.commit}"',
@@ -95,16 +105,20 @@ def _lock(path: Path) -> list[dict[str, Any]]:
     return list(tomllib.loads(path.read_text())["package"])
 
 
-def _resolved(packages: list[dict[str, Any]], names: Sequence[str]) -> dict[str, str]:
-    """The version of each of these packages that the project itself gets, without any extra."""
+def _resolved(
+    packages: list[dict[str, Any]], names: Sequence[str]
+) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Of these packages the versions that the project itself gets, without any extra; and those that are in the lock in
+    several versions, of which it names none: they are for other packages, by markers."""
     versions: dict[str, set[str]] = {}
     for package in packages:
-        versions.setdefault(package["name"], set()).add(package.get("version", ""))
+        # A local version ("+cu130") is another build of the same.
+        versions.setdefault(package["name"], set()).add(package.get("version", "").partition("+")[0])
     (project,) = (package for package in packages if "." in package["source"].values())
-    for wanted in project["dependencies"]:
-        if "version" in wanted and Marker(wanted.get("marker", "extra == ''")).evaluate({"extra": ""}):
-            versions[wanted["name"]] = {wanted["version"]}
-    # A local version ("+cu130") is another build of the same.
-    return {
-        name: found.partition("+")[0] for name in names for found in versions.get(name, ()) if len(versions[name]) == 1
-    }
+    wanted: dict[str, set[str]] = {}
+    for one in project["dependencies"]:
+        if "version" in one and Marker(one.get("marker", "extra == ''")).evaluate({"extra": ""}):
+            wanted.setdefault(one["name"], set()).add(one["version"].partition("+")[0])
+    found = {name: sorted(wanted.get(name) or versions.get(name, set())) for name in names}
+    pinned = {name: held[0] for name, held in found.items() if len(held) == 1}
+    return pinned, {name: tuple(held) for name, held in found.items() if len(held) > 1}

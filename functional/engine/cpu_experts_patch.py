@@ -10,10 +10,11 @@ from typing import Any
 PATCHED_VERSION = "0.23.0"
 
 
-def applies_to(vllm_version: str) -> bool:
-    """Whether this vLLM has the fault, and computes on a CPU. Local parts (`+cpu`) do not matter."""
+def is_wanted() -> bool:
+    """Whether this vLLM computes on a CPU."""
     platform: Any = importlib.import_module("vllm.platforms").current_platform
-    return vllm_version.split("+")[0] == PATCHED_VERSION and platform.is_cpu()
+    on_cpu: bool = platform.is_cpu()
+    return on_cpu
 
 
 def apply() -> None:

@@ -13,11 +13,6 @@ PATCHED_VERSION = "0.23.0"
 _SLEEP = "await asyncio.sleep(0.02)"
 
 
-def applies_to(vllm_version: str) -> bool:
-    """Whether this vLLM has the sleep. Local parts (`+cpu`) do not matter."""
-    return vllm_version.split("+")[0] == PATCHED_VERSION
-
-
 def apply() -> None:
     """Patch the class in this process. Does nothing the second time.
 

@@ -17,34 +17,15 @@ def register() -> None:
     import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from functional.engine import (
-        cpu_experts_patch,
-        cpu_proof,
-        cpu_resident,
-        pause_patch,
-        prompt_logprobs_patch,
-        reload_patch,
-        rendezvous_patch,
-        reply_patch,
-        shared_device_patch,
-    )
+    from functional.engine import cpu_proof, cpu_resident
+    from functional.engine.patches import PATCHES
 
     for backend, engine in _ENGINES.items():
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, "functional.engine.transfer_engine", engine)
-    if reload_patch.applies_to(vllm.__version__):
-        reload_patch.apply()
-        rendezvous_patch.apply()
-    if pause_patch.applies_to(vllm.__version__):
-        pause_patch.apply()
-    if reply_patch.applies_to(vllm.__version__):
-        reply_patch.apply()
-    if prompt_logprobs_patch.applies_to(vllm.__version__):
-        prompt_logprobs_patch.apply()
-    if cpu_experts_patch.applies_to(vllm.__version__):
-        cpu_experts_patch.apply()
-    if shared_device_patch.is_wanted() and shared_device_patch.applies_to(vllm.__version__):
-        shared_device_patch.apply()
+    for patch in PATCHES:
+        if patch.is_for_here(vllm.__version__):
+            patch.module.apply()
     if cpu_resident.is_wanted():
         cpu_resident.apply()
     cpu_proof.install()
@@ -56,32 +37,19 @@ def status() -> dict[str, Any]:
     import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from functional.engine import (
-        cpu_experts_patch,
-        cpu_proof,
-        cpu_resident,
-        pause_patch,
-        prompt_logprobs_patch,
-        reload_patch,
-        rendezvous_patch,
-        reply_patch,
-    )
+    from functional.engine import cpu_proof, cpu_resident
+    from functional.engine.patches import PATCHES
 
     return {
         "vllm": vllm.__version__,
         "transfer_backends": sorted(WeightTransferEngineFactory._registry),
-        "reload_patch": {"for": reload_patch.PATCHED_VERSION, "applied": reload_patch.is_applied()},
-        "pause_patch": {"for": pause_patch.PATCHED_VERSION, "applied": pause_patch.is_applied()},
-        "reply_patch": {"for": reply_patch.PATCHED_VERSION, "applied": reply_patch.is_applied()},
-        "prompt_logprobs_patch": {
-            "for": prompt_logprobs_patch.PATCHED_VERSION,
-            "applied": prompt_logprobs_patch.is_applied(),
+        "patches": {
+            patch.name: {
+                "for": patch.module.PATCHED_VERSION,
+                "applied": patch.is_for_here(vllm.__version__) and patch.module.is_applied(),
+            }
+            for patch in PATCHES
         },
-        "cpu_experts_patch": {
-            "for": cpu_experts_patch.PATCHED_VERSION,
-            "applied": cpu_experts_patch.applies_to(vllm.__version__) and cpu_experts_patch.is_applied(),
-        },
-        "file_rendezvous": rendezvous_patch.is_applied(),
         "hash_before_packing": cpu_proof.is_installed(),
         "cpu_weights_resident": cpu_resident.is_wanted(),
     }

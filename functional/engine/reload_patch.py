@@ -14,11 +14,6 @@ from typing import Any
 PATCHED_VERSION = "0.23.0"
 
 
-def applies_to(vllm_version: str) -> bool:
-    """Whether this vLLM has the fault. Local parts (`+cpu`) do not matter."""
-    return vllm_version.split("+")[0] == PATCHED_VERSION
-
-
 def apply() -> None:
     """Patch the reload module in this process. Does nothing the second time."""
     layerwise = _patched_module()

@@ -11,16 +11,19 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
+PATCHED_VERSION = "0.23.0"
 FOLDER_VARIABLE = "VLLM_RENDEZVOUS_DIR"
 _RANDOM_BYTES = 8
 _EXECUTORS = ("vllm.v1.executor.uniproc_executor", "vllm.v1.executor.multiproc_executor")
 
 
+def is_wanted() -> bool:
+    return bool(os.environ.get(FOLDER_VARIABLE))
+
+
 def apply() -> None:
-    """Patch both single-node executors in this process, if the variable is set."""
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if not folder:
-        return
+    """Patch both single-node executors in this process."""
+    folder = os.environ[FOLDER_VARIABLE]
 
     def file_init_method(_ip: str, _port: int) -> str:
         # What follows the last colon becomes, on a CPU, the beginning of a shared memory's name, which may have no

@@ -12,11 +12,6 @@ PATCHED_VERSION = "0.23.0"
 _RAISES_AT_FIRST = "if status != WorkerProc.ResponseStatus.SUCCESS:"
 
 
-def applies_to(vllm_version: str) -> bool:
-    """Whether this vLLM has the fault. Local parts (`+cpu`) do not matter."""
-    return vllm_version.split("+")[0] == PATCHED_VERSION
-
-
 def apply() -> None:
     """Patch the class in this process. Does nothing the second time.
 

@@ -9,16 +9,9 @@ import importlib
 import os
 from typing import Any
 
-import torch
-
 from functional.engine.transports import RANK_DEVICES_VARIABLE
 
 PATCHED_VERSION = "0.23.0"
-
-
-def applies_to(vllm_version: str) -> bool:
-    """Whether this vLLM is the one that this was written for. Local parts (`+cpu`) do not matter."""
-    return vllm_version.split("+")[0] == PATCHED_VERSION
 
 
 def is_wanted() -> bool:
@@ -36,7 +29,7 @@ def apply() -> None:
     def init_device(self: Any) -> Any:
         self.local_rank = devices[self.local_rank]
         # It wants as many devices as an engine has ranks, and looks nowhere else.
-        accelerator: Any = torch.accelerator
+        accelerator: Any = importlib.import_module("torch").accelerator
         count = accelerator.device_count
         accelerator.device_count = lambda: max(count(), len(devices))
         try:

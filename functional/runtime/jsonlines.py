@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,9 +27,7 @@ class JsonLines:
         self._write(msgspec.json.Encoder().encode_lines(list(records)))
 
     def _write(self, lines: bytes) -> None:
-        left = memoryview(lines)
-        while left:
-            left = left[self._file.write(left) :]
+        write_whole(self._file, lines)
         if self._synced:
             os.fsync(self._file.fileno())
 
@@ -42,6 +41,13 @@ class JsonLines:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def write_whole(file: FileIO, data: bytes) -> None:
+    """An unbuffered file may take a part only. Raises OSError where it takes no more: what it took stays."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

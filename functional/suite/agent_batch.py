@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from functional.runtime.recipe.model import GrpoConfig
 from functional.runtime.rollout.completion import Completion
@@ -47,26 +47,19 @@ def conversation_records(
     for index, conversation in enumerate(batch.conversations):
         for turn in range(1, len(conversation.turns) + 1):
             completion, reward, advantage = next(samples)
-            yield RolloutRecord(
+            yield RolloutRecord.of(
+                replace(
+                    completion,
+                    attempt=conversation.attempt,
+                    policy_version=policy_version,
+                    problem=conversation.problem,
+                ),
                 run=run,
                 step=step,
                 group=index // generations,
                 rollout=index,
-                attempt=conversation.attempt,
-                policy_version=policy_version,
-                request_id=completion.request_id,
-                instance_id=completion.instance_id,
-                sent_at=completion.sent_at,
-                answered_at=completion.answered_at,
-                prompt_token_ids=completion.prompt_token_ids,
-                token_ids=completion.token_ids,
-                logprobs=completion.logprobs,
-                max_tokens=completion.max_tokens,
-                truncated=completion.truncated,
                 reward=reward,
                 advantage=advantage,
-                accepted=conversation.problem is None,
-                reason=conversation.problem,
                 turn=turn,
             )
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 
+from functional.runtime.chat.server import ChatServer
 from functional.runtime.errors import RefitError
 from functional.runtime.refit.parts import RefitResult
 from functional.runtime.rollout.completion import Completion
@@ -144,11 +145,13 @@ class AsyncSession(Session):
         dynamo = self.recipe.policy.generation.dynamo_cfg
         return dynamo.request_timeout_s + dynamo.control_timeout_s
 
-    def _give_up_rollouts(self, gate: AdmissionGate) -> Callable[[], None] | None:
+    def _give_up_rollouts(self, gate: AdmissionGate, chat: ChatServer | None) -> Callable[[], None] | None:
         def give_up() -> None:
             self._giving_up = True
             self._times_given_up += 1
             try:
+                if chat is not None:
+                    chat.give_up("an update failed")
                 if not gate.wait_until_idle(PATIENCE_S):
                     raise RefitError(f"rollouts are under way {PATIENCE_S:g} s after they were given up")
             finally:

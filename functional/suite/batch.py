@@ -82,27 +82,14 @@ def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> lis
 def rollout_records(batch: RolloutBatch, run: str, step: int, generations: int) -> list[RolloutRecord]:
     """A record a sample, as many of a group as `generations`."""
     return [
-        RolloutRecord(
+        RolloutRecord.of(
+            completion,
             run=run,
             step=step,
             group=index // generations,
             rollout=index,
-            attempt=completion.attempt,
-            policy_version=-1 if completion.policy_version is None else completion.policy_version,
-            request_id=completion.request_id,
-            instance_id=completion.instance_id,
-            sent_at=completion.sent_at,
-            answered_at=completion.answered_at,
-            prompt_token_ids=completion.prompt_token_ids,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            max_tokens=completion.max_tokens,
-            truncated=completion.truncated,
             reward=batch.rewards[index],
             advantage=batch.advantages[index],
-            accepted=completion.problem is None,
-            reason=completion.problem,
-            last_version=completion.last_version,
         )
         for index, completion in enumerate(batch.completions)
     ]

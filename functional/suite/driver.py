@@ -44,7 +44,8 @@ def run(
     """
     try:
         prepared = prepare(recipe_path, overrides)
-        if problems := find_unsendable(prepared.recipe):
+        session_type = session_type or find_session_type(prepared.recipe)
+        if problems := find_unsendable(prepared.recipe) + session_type.find_misfits(prepared.recipe):
             raise RecipeError(recipe_path, problems)
         programs = find_programs()
         check_devices(prepared.recipe)
@@ -53,8 +54,6 @@ def run(
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if session_type is None:
-        session_type = find_session_type(prepared.recipe)
     session = session_type(prepared, report, out, run_dir)
     for warning in report.warnings:
         session.say(f"warning: {warning}")

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from functional.runtime.errors import ConfigError
+from functional.runtime.recipe.model import Recipe
+from functional.runtime.recipe.rules import ASYNC, TOOL_DATA, Problem
 from functional.suite import checks, driver
 from functional.suite.batch import score
 from functional.suite.pages.plots import Series, lines
@@ -68,9 +69,20 @@ class LearningSession(Session):
 
     _version = 0
 
+    @classmethod
+    def find_misfits(cls, recipe: Recipe) -> list[Problem]:
+        grpo, name = recipe.grpo, recipe.data.dataset_name
+        misfits = []
+        if grpo.async_grpo.enabled:
+            message = "courses generate and train in turn, the same with updates and without: set it to false"
+            misfits.append(Problem(f"{ASYNC}.enabled", True, message))
+        if grpo.max_num_steps < 2:
+            misfits.append(Problem("grpo.max_num_steps", grpo.max_num_steps, "a slope needs 2 steps at least"))
+        if name == TOOL_DATA:
+            misfits.append(Problem("data.dataset_name", name, "conversations have no courses here: take another"))
+        return misfits
+
     def _train(self, parts: Parts) -> None:
-        if self.recipe.grpo.max_num_steps < 2:
-            raise ConfigError("grpo.max_num_steps=1: a slope needs 2 steps at least")
         self._refit(parts, 0)
         rewards: dict[str, dict[int, list[float]]] = {arm: {} for arm in ARMS}
         first = self.recipe.grpo.seed

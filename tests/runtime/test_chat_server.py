@@ -91,8 +91,8 @@ def template():
 class Chat:
     """A server, and a client of it."""
 
-    def __init__(self, pool, url, template, journal, timeout_s=5.0):
-        self.pool, self.gate = pool, AdmissionGate()
+    def __init__(self, pool, url, template, journal, timeout_s=5.0, waits=False):
+        self.pool, self.gate, self.journal = pool, AdmissionGate(waits), journal
         served = Served(url, "policy", LIMITS, timeout_s)
         client = ChatClient(pool, self.gate, served, ChatPolicy(template, Sampling(8)), journal)
         self.server = ChatServer(client, self.gate, "127.0.0.1")
@@ -169,7 +169,10 @@ def test_a_conversation_that_fills_the_context_is_told_as_gym_reads_it(chat):
     assert "context length" in answer["error"]["message"]
 
 
-def test_while_admission_is_shut_clients_are_told_when_to_ask_again(chat, frontend):
+@pytest.mark.parametrize("waits", [False, True])
+def test_while_admission_is_shut_clients_are_told_when_to_ask_again(pool, frontend, template, journal, waits):
+    """Also where rollouts wait at the gate."""
+    chat = Chat(pool, frontend.url, template, journal, waits=waits)
     chat.gate.shut()
     status, headers, answer = chat.post()
     assert (status, headers["Retry-After"], answer["error"]["type"]) == (503, "1", "admission_shut")
@@ -177,6 +180,7 @@ def test_while_admission_is_shut_clients_are_told_when_to_ask_again(chat, fronte
     chat.gate.reopen()
     assert chat.post()[0] == 200
     assert len(frontend.asked) == 1
+    chat.server.close()
 
 
 async def health(chat):
@@ -299,6 +303,50 @@ def test_what_is_under_way_can_be_given_up(chat, frontend, tmp_path):
         assert answer["error"]["message"] == "given up while under way: every worker was lost"
     chat.gate.close_and_drain(0)
     assert {attempt.outcome for attempt in read_attempts(tmp_path / "requests.jsonl")} == {"aborted"}
+
+
+def test_a_closed_server_has_nothing_under_way(chat, frontend, tmp_path):
+    async def wait(request, body, number):
+        await asyncio.sleep(30)
+
+    frontend.behave = wait
+
+    async def ask():
+        asking = [asyncio.ensure_future(chat.posting(headers=headers)) for headers in ({}, {"Idempotency-Key": "k"})]
+        while len(frontend.asked) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(chat.server.close)
+        left = chat.gate.idle_since()
+        attempts = await asyncio.to_thread(written, chat.journal, tmp_path / "requests.jsonl")
+        await asyncio.gather(*asking, return_exceptions=True)
+        return left, attempts
+
+    left, attempts = chat.pool.run(ask())
+    assert left == 2
+    assert [attempt.outcome for attempt in attempts] == ["aborted", "aborted"]
+
+
+def written(journal, path):
+    journal.written().result(5)
+    return read_attempts(path)
+
+
+@pytest.mark.parametrize(("is_confirmed", "status"), [(True, 200), (False, 502)])
+def test_an_answer_by_a_version_that_is_tried_out_waits_for_what_becomes_of_it(chat, frontend, is_confirmed, status):
+    async def ask():
+        chat.gate.reopen(3)
+        chat.gate.try_out(4)
+        asking = asyncio.ensure_future(chat.posting())
+        done, _ = await asyncio.wait({asking}, timeout=0.5)
+        assert (len(frontend.asked), done) == (1, set())
+        if is_confirmed:
+            chat.gate.reopen(4)
+        else:
+            await asyncio.to_thread(chat.server.give_up, "an update failed")
+        return await asking
+
+    assert chat.pool.run(ask())[0] == status
+    chat.gate.close_and_drain(0)
 
 
 def test_a_failure_under_a_key_may_be_asked_for_again(chat):

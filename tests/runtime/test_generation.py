@@ -1,6 +1,7 @@
 """What becomes of a batch when some of its requests are lost: the others are kept, and those are named."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -39,8 +40,8 @@ def pool():
         yield
 
 
-def complete(prompts, give_up_after=None):
-    gate = AdmissionGate()
+def complete(prompts, give_up_after=None, gate=None):
+    gate = gate or AdmissionGate()
 
     async def run():
         given_up = asyncio.Event()
@@ -57,6 +58,26 @@ def test_a_lost_request_ends_no_other():
     first, lost, last = complete([(1,), (9,), (2,)])
     assert (first.prompt_token_ids, last.prompt_token_ids) == ((1,), (2,))
     assert str(lost) == "lost"
+
+
+def tried_out():
+    """A gate that was at 3, in an update whose engines go on with 4."""
+    gate = AdmissionGate()
+    gate.reopen(3)
+    gate.try_out(4)
+    return gate
+
+
+def test_what_was_answered_while_a_version_was_tried_out_is_kept_once_it_is_confirmed():
+    gate = tried_out()
+    threading.Timer(0.2, lambda: gate.reopen(4)).start()
+    (found,) = complete([(1,)], gate=gate)
+    assert (found.policy_version, found.last_version) == (3, 4)
+
+
+def test_what_was_answered_while_a_version_was_tried_out_is_lost_with_it():
+    (found,) = complete([(1,)], give_up_after=0.2, gate=tried_out())
+    assert str(found) == "given up while under way"
 
 
 def test_what_is_under_way_when_all_is_given_up_is_lost_and_what_was_answered_is_kept():

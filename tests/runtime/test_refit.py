@@ -1,6 +1,8 @@
 """FleetRefit over simulated workers: its results, its errors when it stops, and the ranks in a group."""
 
+import asyncio
 import itertools
+from contextlib import suppress
 
 import pytest
 from refit_world import Chooser, World
@@ -9,6 +11,7 @@ from functional.runtime.errors import InterruptedRunError, RefitError
 from functional.runtime.refit.machine import Event, State
 from functional.runtime.refit.probe import ProbeScore
 from functional.runtime.refit.transaction import rank_geometry
+from functional.runtime.rollout.pool import HttpPool
 
 UNDISTURBED = Chooser([], 0)
 
@@ -67,17 +70,27 @@ def test_a_probe_fails_an_attempt_when_it_tells_the_other_version(to_new, to_oth
 
 def test_from_the_resume_on_a_rollout_may_end_under_the_new_version():
     """One that an update did not wait for, say, and that is answered while the probe runs."""
-    world, seen = world_at(0), []
+    world, seen, waited = world_at(0), [], []
     probe = world.refit._probe
 
     def noted(worker, number):
-        seen.append((world.refit.state, world.gate.version, world.gate.newest))
+        waiting = asyncio.run_coroutine_threadsafe(world.gate.confirmed(), pool._loop)
+        waited.append(waiting)
+        seen.append((world.refit.state, world.gate.version, world.gate.newest, is_done(waiting)))
         return probe(worker, number)
 
     world.refit._probe = noted
-    world.refit.update(1)
-    assert set(seen) == {(State.SERVING, 0, 0), (State.PROBING, 0, 1)}
+    with HttpPool() as pool:
+        world.refit.update(1)
+        assert all(is_done(waiting) for waiting in waited)
+    assert set(seen) == {(State.SERVING, 0, 0, True), (State.PROBING, 0, 1, False)}
     assert (world.gate.version, world.gate.newest) == (1, 1)
+
+
+def is_done(waiting):
+    with suppress(TimeoutError):
+        return waiting.result(0.2) is None
+    return False
 
 
 def test_a_send_that_fails_once_is_tried_again():

@@ -235,6 +235,35 @@ def test_who_gives_up_waiting_at_the_gate_is_not_inside_later(pool):
     gate.close_and_drain(0)
 
 
+def test_who_was_inside_while_a_version_was_tried_out_waits_for_what_becomes_of_it(pool):
+    gate = AdmissionGate()
+    gate.reopen(3)
+    pool.run(gate.confirmed())
+    gate.shut()
+    pool.run(gate.confirmed())  # engines have not gone on yet
+    gate.try_out(4)
+    waiting, cancelled = (asyncio.run_coroutine_threadsafe(gate.confirmed(), pool._loop) for _ in range(2))
+    with pytest.raises(TimeoutError):
+        waiting.result(0.1)
+    cancelled.cancel()
+    assert (gate.version, gate.newest) == (3, 4)
+    gate.reopen(4)
+    assert waiting.result(5) is None
+    pool.run(gate.confirmed())
+
+
+def test_a_version_that_is_tried_out_again_under_its_own_number_is_waited_for_too(pool):
+    """As after a worker was replaced."""
+    gate = AdmissionGate()
+    gate.reopen(3)
+    gate.try_out(3)
+    waiting = asyncio.run_coroutine_threadsafe(gate.confirmed(), pool._loop)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.1)
+    gate.reopen(3)
+    assert waiting.result(5) is None
+
+
 def test_a_drain_that_takes_too_long_leaves_the_gate_shut():
     gate = AdmissionGate()
     gate.enter()

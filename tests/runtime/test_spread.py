@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -64,6 +65,29 @@ def test_each_process_takes_a_part_and_every_request_is_in_one_journal(pool, ser
     assert [len(one) for one in attempts] == [22, 20, 20]
     assert sorted(one.request_id for part in attempts for one in part) == sorted(server.asked)
     assert len(set(server.asked)) == 62
+
+
+@pytest.mark.parametrize("is_confirmed", [True, False])
+def test_a_helper_s_answers_too_wait_for_the_version_that_is_tried_out(pool, gate, spread, is_confirmed):
+    spread.add_helper()
+    assert len(complete(pool, spread, 4)) == 4  # it is up
+    gate.reopen(3)
+    gate.try_out(4)
+    given_up = asyncio.Event()
+
+    def decide():
+        if is_confirmed:
+            gate.reopen(4)
+        else:
+            pool._loop.call_soon_threadsafe(given_up.set)
+
+    threading.Timer(2.0, decide).start()
+    found = complete(pool, spread, 4, given_up)
+    if is_confirmed:
+        assert {(one.policy_version, one.last_version) for one in found} == {(3, 4)}
+    else:
+        assert {str(one) for one in found} == {"given up while under way"}
+    gate.close_and_drain(0)
 
 
 def test_helpers_are_shut_out_by_the_gate_too(pool, server, gate, spread):

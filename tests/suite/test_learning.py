@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from functional.suite.learning import describe, judge, plot, slope
+from functional.suite.learning import describe, judge, main, plot, slope
+from tests.recipes import RECIPES
 
 
 def curve(gain, seed, steps=30, noise=0.005):
@@ -57,3 +58,19 @@ def test_the_plot_has_a_line_a_run():
     drawn = plot(learning(0.01, 0.0))
     assert drawn.startswith('<svg xmlns="http://www.w3.org/2000/svg"')
     assert drawn.count('class="line') == 6
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "complaint"),
+    [
+        ("grpo_cpu.yaml", "grpo.async_grpo.enabled=true", "grpo.async_grpo.enabled=True: courses generate and train"),
+        ("grpo_cpu.yaml", "grpo.max_num_steps=1", "grpo.max_num_steps=1: a slope needs 2 steps at least"),
+        ("agent_cpu.yaml", "grpo.max_num_steps=2", "data.dataset_name='tool_arithmetic': conversations"),
+    ],
+)
+def test_what_it_would_not_do_is_refused_before_anything_starts(tmp_path, capsys, recipe, override, complaint):
+    pytest.importorskip("ray")
+    assert main([str(RECIPES / recipe), str(tmp_path / "out"), str(tmp_path), override]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{recipe}: {complaint}" in line
+    assert not (tmp_path / "out").exists()

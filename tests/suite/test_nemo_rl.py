@@ -5,6 +5,7 @@ are NeMo RL's own, and what its script does, is seen where it is: `test_the_unmo
 ci/gpu_nemo_rl.sh.
 """
 
+import errno
 import json
 import math
 import os
@@ -16,10 +17,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from functional.runtime.errors import ConfigError
+from functional.runtime.fleet.guard import descendants
 from functional.suite.checklist import Checklist
+from functional.suite.nemo_rl import launch
 from functional.suite.nemo_rl.checks import (
     Events,
     check_end,
@@ -30,9 +34,10 @@ from functional.suite.nemo_rl.checks import (
     check_versions,
     steps_of,
 )
-from functional.suite.nemo_rl.launch import Ended, shared_gpu
+from functional.suite.nemo_rl.launch import Ended, run_script, shared_gpu
 from functional.suite.nemo_rl.log import FIRST_REFIT, INVALIDATED, NOT_INVALIDATED, REFIT, NemoRlLog
 from functional.suite.nemo_rl.place import find_nemo_rl, find_recipe, tree_state
+from functional.suite.reserve import RESERVE_BYTES
 
 SOURCE = """
 import os, subprocess, sys, time
@@ -46,6 +51,11 @@ if how == "leaves":
     subprocess.Popen(["sleep", "600"], start_new_session=True)
 if how == "hangs":
     time.sleep(600)
+if how == "writes on":
+    while True:
+        print("x" * 4096)
+if how == "leaves a writer":
+    subprocess.Popen([sys.executable, "-uc", "import time; [(print('left'), time.sleep(0.1)) for _ in range(600)]"])
 """
 CONFIG = """
 from omegaconf import OmegaConf
@@ -219,6 +229,46 @@ def test_an_end_that_was_not_good():
     assert [found.passed for found in checks.checks] == [True, False, False, False, False]
 
 
+def listen(place, how, heard, deadline_s=60.0):
+    return run_script(find_nemo_rl(), [], os.environ | {"HOW": how}, deadline_s, heard)
+
+
+def test_what_cannot_be_heard_ends_the_script(place):
+    lines = []
+
+    def full(line):
+        lines.append(line)
+        if line.startswith("x"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    began = time.monotonic()
+    with pytest.raises(OSError, match="No space left on device"):
+        listen(place, "writes on", full)
+    assert time.monotonic() - began < 30, "it waited for the deadline, or for a pipe that nobody reads"
+    assert sum(line.startswith("x") for line in lines) == 1
+    assert descendants(os.getpid()) == []
+
+
+def test_what_was_left_behind_is_heard_no_more(place, monkeypatch):
+    monkeypatch.setattr(launch, "LAST_LINES_S", 1.0)
+    lines = []
+    ended = listen(place, "leaves a writer", lines.append)
+    assert (ended.status, ended.is_late) == (0, False)
+    heard, (left,) = len(lines), [pid for pid in psutil.pids() if "print('left')" in " ".join(cmdline(pid))]
+    try:
+        time.sleep(1.0)
+        assert len(lines) == heard >= 3
+    finally:
+        os.kill(left, signal.SIGKILL)
+
+
+def cmdline(pid):
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return []
+
+
 def events(errors, tags=("generation_metrics/kv_cache_usage_perc",)):
     points = [(step, value) for step, value in enumerate(errors, 1)]
     return Events({"train/token_mult_prob_error": points, "train/reward": points}, ["train/reward", *tags])
@@ -303,6 +353,26 @@ def test_a_run_that_fails_says_why(place, tmp_path, how, cause):
     assert "not-to-be-told" not in log
     assert report["nemo_rl"]["reached"] == "recipe"
     assert "own script of a commit that is not known" in (tmp_path / "out/report.html").read_text()
+
+
+def test_a_full_disk_ends_the_run_in_one_line(place, tmp_path):
+    """The cluster that is named stands in for a Ray head, which would write to the same disk."""
+    pytest.importorskip("omegaconf")
+    small = tmp_path / "small"
+    small.mkdir()
+    size = f"size={RESERVE_BYTES + 2**20}"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", small], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        answer, report = run(small / "out", "writes on", RAY_ADDRESS="127.0.0.1:1")
+        log = (small / "out/logs/run_grpo.log").stat().st_size
+    finally:
+        subprocess.run(["umount", "--lazy", small], check=True)
+    assert answer.returncode == 1
+    assert report["error"].startswith(f"{small}/out/logs/run_grpo.log: No space left on device, so the script was")
+    assert "Traceback" not in answer.stderr
+    assert outcome(report)["teardown.nothing_left"], report["checks"]
+    assert log > 2**19
 
 
 def test_what_the_script_leaves_is_found_and_ended(place, tmp_path):

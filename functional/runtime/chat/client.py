@@ -1,7 +1,7 @@
 """Turns of conversations, asked of the fleet by the rules of rollouts: gate, limit, attempts, journal, checks."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,8 @@ class ChatClient:
         self.served = served
         self._policy = policy
         self._writes = None if journal is None else SharedWrites(journal)
-        self._admission = Admission(gate, served.max_inflight)
+        self._gate = gate
+        self._admission = Admission(gate, served.max_inflight, waits=False)  # whose client asks again
         self._turns: set[asyncio.Task[ChatCompletion]] = set()
         self._reason = ""
         self._sender = Sender(pool, f"{served.url}/v1/chat/completions", served.timeout_s, journal)
@@ -66,19 +67,27 @@ class ChatClient:
         sending = chat_body(request, model, prompt, sampling)
         try:
             async with self._admission:
-                return await self._under_way(self._sender.answer(sending, bound, read, "rollout"))
+                return await self._under_way(self._answer(sending, bound, read))
         finally:
             if self._writes is not None:
                 await self._writes.written()
 
     def give_up(self, reason: str) -> None:
-        """End what is under way, each with a RolloutError: for a fleet that will not answer any more."""
+        """End what is under way, each with a RolloutError, and wait for that: for a fleet that will not answer any
+        more."""
         self.pool.run(self._give_up(reason))
 
     async def _give_up(self, reason: str) -> None:
         self._reason = reason
-        for turn in self._turns:
+        turns = list(self._turns)
+        for turn in turns:
             turn.cancel()
+        await asyncio.gather(*turns, return_exceptions=True)
+
+    async def _answer(self, body: bytes, bound: int, read: Callable[[bytes, Sent], ChatCompletion]) -> ChatCompletion:
+        completion = await self._sender.answer(body, bound, read, "rollout")
+        await self._gate.confirmed()
+        return completion
 
     async def _under_way(self, answer: Coroutine[Any, Any, ChatCompletion]) -> ChatCompletion:
         turn = asyncio.ensure_future(answer)

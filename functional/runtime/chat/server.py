@@ -58,6 +58,7 @@ class ChatServer:
         if self._runner is not None:
             self._client.pool.run(self._runner.cleanup())
             self._runner = None
+            self._client.give_up("the chat server was closed")  # what was asked under a key, which no client ends
 
     def give_up(self, reason: str) -> None:
         """Answer what is under way with 502: for a fleet that will not answer any more. From any thread but the

@@ -359,7 +359,7 @@ class FleetRefit:
 
     def _resume(self, result: RefitResult) -> None:
         with self._step("resume", result):
-            self._gate.newest = self._target
+            self._gate.try_out(self._target)
             self._on_all(lambda w: w.control.call("resume_generation"))
         self._may_be_paused = False
 

@@ -119,6 +119,7 @@ class RolloutClient:
         async with self._admission as version:
             named = sampling.instances and sampling.instances[next(self._turns) % len(sampling.instances)]
             completion = await self._complete(prompt, sampling, named or None, "rollout")
+            await self._gate.confirmed()
             return replace(completion, policy_version=version, last_version=self._gate.newest)
 
     async def _complete(

@@ -13,7 +13,7 @@ class AdmissionGate:
 
     Thread-safe; a refit closes it from another thread than the one that generates. version: the policy version of the
     fleet behind it, once there is one; newest: what engines may compute with, which during an update is the next one
-    from the resume on, while rollouts may still be inside.
+    from the resume on, while rollouts may still be inside: `confirmed` says to them what becomes of it.
     """
 
     def __init__(self, waits: bool = False) -> None:
@@ -21,6 +21,7 @@ class AdmissionGate:
         self.version: int | None = None
         self.newest: int | None = None
         self._waits = waits
+        self._is_confirmed = True
         self._waiting: list[asyncio.Future[None]] = []
         self._condition = threading.Condition()
         self._open = True
@@ -36,25 +37,44 @@ class AdmissionGate:
         with self._condition:
             return None if self._inside else self._entered
 
-    def enter(self, count: int = 1) -> None:
-        """Count rollouts in. Raises AdmissionShutError while the gate is shut."""
+    def enter(self, count: int = 1) -> int | None:
+        """Count rollouts in, all at once; returns the version that they are asked of. Raises AdmissionShutError while
+        the gate is shut."""
         with self._condition:
             if not self._open:
                 raise AdmissionShutError("rollout refused: admission is shut (an update is under way or has failed)")
             self._inside += count
             self._entered += count
+            return self.version
 
     async def admit(self, count: int = 1) -> int | None:
-        """Count rollouts in, all at once; returns the version that they are asked of. Where a shut gate makes nobody
-        wait, raises AdmissionShutError."""
+        """As `enter`, but where a shut gate has them wait, once it is open."""
         while True:
             with self._condition:
                 if self._open or not self._waits:
-                    self.enter(count)
-                    return self.version
-                opened = asyncio.get_running_loop().create_future()
-                self._waiting.append(opened)
+                    return self.enter(count)
+                opened = self._await_opening()
             await opened
+
+    def try_out(self, version: int) -> None:
+        """Engines go on with this version, which is not confirmed until the gate opens."""
+        with self._condition:
+            self.newest, self._is_confirmed = version, False
+
+    async def confirmed(self) -> None:
+        """Wait while engines try out a version, for who has an answer that it may have a part in. If the version is
+        refused, whoever gives up the rollouts inside ends this wait with them."""
+        while True:
+            with self._condition:
+                if self._is_confirmed:
+                    return
+                opened = self._await_opening()
+            await opened
+
+    def _await_opening(self) -> "asyncio.Future[None]":
+        opened = asyncio.get_running_loop().create_future()
+        self._waiting.append(opened)
+        return opened
 
     def leave(self, count: int = 1) -> None:
         with self._condition:
@@ -81,7 +101,7 @@ class AdmissionGate:
     def reopen(self, version: int | None = None) -> None:
         """Let rollouts in, those first that wait. version: of the fleet from now on, if it is another."""
         with self._condition:
-            self._open = True
+            self._open = self._is_confirmed = True
             if version is not None:
                 self.version = self.newest = version
             waiting, self._waiting = self._waiting, []
@@ -97,9 +117,11 @@ def _let_in(opened: "asyncio.Future[None]") -> None:
 class Admission:
     """What a rollout passes before it is sent: the limit of its client, then the gate."""
 
-    def __init__(self, gate: AdmissionGate, max_inflight: int | None) -> None:
-        """max_inflight: rollouts under way at a time, None for all of them."""
+    def __init__(self, gate: AdmissionGate, max_inflight: int | None, waits: bool = True) -> None:
+        """max_inflight: rollouts under way at a time, None for all of them; waits: as `AdmissionGate.admit` does, or,
+        like `enter`, never."""
         self._gate = gate
+        self._waits = waits
         self._inflight: AbstractAsyncContextManager[object] = (
             nullcontext() if max_inflight is None else asyncio.Semaphore(max_inflight)
         )
@@ -108,7 +130,7 @@ class Admission:
         """Returns the version that the rollout is asked of. Raises as `AdmissionGate.admit`."""
         await self._inflight.__aenter__()
         try:
-            return await self._gate.admit()
+            return await self._gate.admit() if self._waits else self._gate.enter()
         except BaseException:
             await self._inflight.__aexit__(None, None, None)
             raise

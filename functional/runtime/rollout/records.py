@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from functional.runtime.jsonlines import JsonLines, read_json_lines
+from functional.runtime.rollout.completion import Completion
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,44 @@ class RolloutRecord:
     reason: str | None
     turn: int = 1
     last_version: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        completion: Completion,
+        *,
+        run: str,
+        step: int,
+        group: int,
+        rollout: int,
+        reward: float | None,
+        advantage: float | None,
+        turn: int = 1,
+    ) -> Self:
+        """A completion and what it is worth. -1 is the version of one that has none."""
+        return cls(
+            run=run,
+            step=step,
+            group=group,
+            rollout=rollout,
+            attempt=completion.attempt,
+            policy_version=-1 if completion.policy_version is None else completion.policy_version,
+            request_id=completion.request_id,
+            instance_id=completion.instance_id,
+            sent_at=completion.sent_at,
+            answered_at=completion.answered_at,
+            prompt_token_ids=completion.prompt_token_ids,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            max_tokens=completion.max_tokens,
+            truncated=completion.truncated,
+            reward=reward,
+            advantage=advantage,
+            accepted=completion.problem is None,
+            reason=completion.problem,
+            turn=turn,
+            last_version=completion.last_version,
+        )
 
 
 class RecordWriter:

@@ -11,10 +11,11 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from functional.runtime.errors import RolloutError
 from functional.runtime.rollout.client import Limits, RolloutClient
@@ -118,6 +119,8 @@ class SpreadClient:
             return [refused] * len(part), 0.0
         try:
             found, seconds = await helper.complete_each(part, sampling, given_up, self.processes)
+            if not await comes_before(given_up, self._gate.confirmed()):
+                return [RolloutError("given up while under way")] * len(part), seconds
             return [_of_versions(one, first, self._gate.newest) for one in found], seconds
         finally:
             self._gate.leave(len(part))
@@ -148,6 +151,17 @@ async def unless(given_up: asyncio.Event, gate: AdmissionGate, count: int) -> in
     if not admitted.done():
         raise RolloutError("given up while admission was shut")
     return admitted.result()
+
+
+async def comes_before(given_up: asyncio.Event, awaited: Coroutine[Any, Any, None]) -> bool:
+    """Whether what is awaited is there before all is given up."""
+    tasks = [asyncio.ensure_future(awaited), asyncio.ensure_future(given_up.wait())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].done()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _of_versions(found: Completion | RolloutError, first: int | None, last: int | None) -> Completion | RolloutError:

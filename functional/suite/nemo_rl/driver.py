@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 from functional.runtime.errors import ConfigError, InterruptedRunError, RunError
 from functional.runtime.fleet.guard import PR_SET_CHILD_SUBREAPER, descendants
 from functional.runtime.fleet.sockets import ListeningSocket, command_line
+from functional.runtime.jsonlines import write_whole
 from functional.runtime.recipe.redact import redacted, scrubber
 from functional.suite.checklist import Checklist
 from functional.suite.cluster import cluster_address
@@ -46,6 +48,7 @@ from functional.suite.nemo_rl.network import enter_own_network, has_route
 from functional.suite.nemo_rl.place import NemoRl, find_nemo_rl, find_recipe, tree_state
 from functional.suite.outcome import make_folders, summarize, write_pages_or_say
 from functional.suite.report import NemoRlRun, Report, read_release, write_atomically, write_report
+from functional.suite.reserve import Reserve
 from functional.suite.versions import DYNAMO_PACKAGES, TRAINER_PACKAGES, versions_in
 
 OWN_FOLDER = "nemo-rl"
@@ -91,7 +94,7 @@ def run(recipe: Path, out: Path, run_dir: Path, options: Options, overrides: lis
         if cluster_address() is None and not has_route():
             enter_own_network()
             report.warnings.append("the machine has no default route: the run had a network of its own")
-        log_dir = prepare_out(out, report)
+        log_dir, reserve = prepare_out(out, report)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -99,7 +102,7 @@ def run(recipe: Path, out: Path, run_dir: Path, options: Options, overrides: lis
         print(f"error: {told}", file=sys.stderr)
         return 1
     checks = Checklist()
-    failure = carry_out(prepared, options, report, checks, log_dir, run_dir)
+    failure = carry_out(prepared, options, report, checks, log_dir, run_dir, reserve)
     report.finish(checks, failure, time.monotonic() - began)
     write_report(out, report)
     write_pages_or_say(out)
@@ -107,16 +110,17 @@ def run(recipe: Path, out: Path, run_dir: Path, options: Options, overrides: lis
     return 0 if report.status == "passed" else 1
 
 
-def prepare_out(out: Path, report: Report) -> Path:
-    """The folder for logs. Raises ConfigError where `out` cannot be written to."""
+def prepare_out(out: Path, report: Report) -> tuple[Path, Reserve]:
+    """The folder for logs, and what is kept free for the end. Raises ConfigError where `out` cannot be written to."""
     try:
         log_dir = make_folders(out)
         shutil.rmtree(out / OWN_FOLDER, ignore_errors=True)
+        reserve = Reserve(out)
         write_atomically(out / "recipe.json", json.dumps(report.recipe, indent=2) + "\n")
     except OSError as error:
         where = error.filename or out
         raise ConfigError(f"{where}: {error.strerror}: name a folder with room, to write to, as --out") from error
-    return log_dir
+    return log_dir, reserve
 
 
 def prepare(recipe: Path, out: Path, run_dir: Path, options: Options, overrides: list[str]) -> Prepared:
@@ -238,7 +242,13 @@ def describe_data(config: Mapping[str, Any]) -> DataRecord:
 
 
 def carry_out(
-    prepared: Prepared, options: Options, report: Report, checks: Checklist, log_dir: Path, run_dir: Path
+    prepared: Prepared,
+    options: Options,
+    report: Report,
+    checks: Checklist,
+    log_dir: Path,
+    run_dir: Path,
+    reserve: Reserve,
 ) -> str | None:
     """Run the script with its Ray head, check what it logged and left. Returns why it ended early, if it did."""
     out = log_dir.parent
@@ -248,13 +258,17 @@ def carry_out(
     left: list[str] = []
     failure: str | None = None
     gpus = int(prepared.config["cluster"]["gpus_per_node"]) if options.share_gpu else None
-    with (log_dir / "run_grpo.log").open("w", encoding="utf-8", buffering=1) as file:
+    with (log_dir / "run_grpo.log").open("wb", buffering=0) as file:
 
         def heard(line: str) -> None:
             seconds = time.monotonic() - began
-            file.write(scrub(line) + "\n")
+            try:
+                write_whole(file, f"{scrub(line)}\n".encode())
+            except OSError as error:
+                raise RunError(f"{file.name}: {error.strerror}, so the script was stopped: df -h {out}") from error
             if name := log.feed(line, seconds):
-                print(f"{seconds:6.1f} s  {name}", flush=True)
+                with suppress(OSError):
+                    print(f"{seconds:6.1f} s  {name}", flush=True)
 
         try:
             with ray_head(prepared.place, prepared.environment, run_dir, log_dir / "ray.log", gpus) as environment:
@@ -265,6 +279,7 @@ def carry_out(
             failure = scrub(str(fault))
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows is bounded, and must not be cut short
+            reserve.give_back()
     report.phases = dict(log.milestones)
     if ended is not None:
         failure = check_end(checks, ended, log, options.deadline_s)

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
-from functional.runtime.errors import InterruptedRunError, RunError
+from functional.runtime.errors import RunError
 from functional.runtime.fleet.sockets import ListeningSocket, listening_sockets
 from functional.suite.cluster import ADDRESS_VARIABLE, cluster_address
 from functional.suite.nemo_rl.place import DYNAMO_VARIABLE, NemoRl
@@ -33,6 +34,7 @@ HEAD_WAIT_S = 300.0
 GRACE_S = 60.0
 """For NeMo RL's own shutdown; its parts have 15 s each."""
 SAMPLE_S = 2.0
+LAST_LINES_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ def run_script(
     deadline_s: float,
     heard: Callable[[str], None],
 ) -> Ended:
-    """Run the unmodified script to its end or the deadline. heard: gets each line of its output as it comes.
+    """Run the unmodified script to its end or the deadline. heard: gets each line of its output as it comes, and none
+    once this returns; what it raises ends the script, and is raised here.
 
     Its folder is the tree, as prompts and recipes are named relative to it.
     """
@@ -151,30 +154,56 @@ def run_script(
         encoding="utf-8",
         errors="replace",
     )
-    reader = threading.Thread(target=_hear, args=(script, heard), name="log", daemon=True)
-    reader.start()
+    assert script.stdout is not None
+    output = Output(script.stdout, heard)
     seen: dict[tuple[str, int], ListeningSocket] = {}
     is_late = False
     try:
-        while script.poll() is None and not is_late:
+        while script.poll() is None and not is_late and output.failure is None:
             with suppress(OSError, psutil.Error):  # what is only looked at must not end a run
                 seen |= {(found.address, found.port): found for found in listening_sockets()}
             is_late = time.monotonic() > began + deadline_s
             with suppress(subprocess.TimeoutExpired):
                 script.wait(SAMPLE_S)
-    except InterruptedRunError:
-        stop(script, signal.SIGINT, GRACE_S)
-        raise
-    if is_late:
-        stop(script, signal.SIGINT, GRACE_S)
-    reader.join(5.0)  # a process that it left behind may still hold the pipe
+    finally:
+        try:
+            stop(script, signal.SIGINT, GRACE_S)
+        finally:
+            output.close()
+    if output.failure is not None:
+        raise output.failure
     return Ended(script.wait(), is_late, time.monotonic() - began, list(seen.values()))
 
 
-def _hear(script: "subprocess.Popen[str]", heard: Callable[[str], None]) -> None:
-    assert script.stdout is not None
-    for line in script.stdout:
-        heard(line.rstrip("\n"))
+class Output:
+    """Passes on a script's lines from a thread of its own. failure: what came of one that could not be passed on; those
+    after it are dropped, but read, as the script would wait for a pipe that is full."""
+
+    def __init__(self, stream: IO[str], heard: Callable[[str], None]) -> None:
+        self.failure: Exception | None = None
+        self._stream = stream
+        self._heard = heard
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._read, name="log", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait for the end of the output, but not for that of a process that was left behind and still holds the pipe:
+        what that writes is passed on no more."""
+        self._thread.join(LAST_LINES_S)
+        with self._lock:
+            self._is_closed = True
+
+    def _read(self) -> None:
+        for line in self._stream:
+            with self._lock:
+                if self._is_closed or self.failure is not None:
+                    continue
+                try:
+                    self._heard(line.rstrip("\n"))
+                except Exception as failure:
+                    self.failure = failure
 
 
 def stop(process: "subprocess.Popen[bytes] | subprocess.Popen[str]", signum: int, grace_s: float) -> None:
