@@ -241,12 +241,12 @@ def test_what_cannot_be_heard_ends_the_script(place):
         if line.startswith("x"):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    began = time.monotonic()
+    others, began = set(descendants(os.getpid())), time.monotonic()
     with pytest.raises(OSError, match="No space left on device"):
-        listen(place, "writes on", full)
-    assert time.monotonic() - began < 30, "it waited for the deadline, or for a pipe that nobody reads"
+        listen(place, "writes on", full, deadline_s=600.0)
+    assert time.monotonic() - began < launch.GRACE_S, "it waited for the deadline, or for a pipe that nobody reads"
     assert sum(line.startswith("x") for line in lines) == 1
-    assert descendants(os.getpid()) == []
+    assert set(descendants(os.getpid())) <= others
 
 
 def test_what_was_left_behind_is_heard_no_more(place, monkeypatch):
