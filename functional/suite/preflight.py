@@ -1,5 +1,8 @@
 """A recipe for a run: keys, the runtime's rules, and what the suite wants of model and data, all judged together."""
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,7 +36,7 @@ def prepare(path: Path, overrides: list[str]) -> Prepared:
     Raises ConfigError as `load_recipe` does; it names what is wrong with the model's tokenizer and with the data too.
     """
     rule = DataRule()
-    recipe = load_recipe(path, overrides, rules=(*RULES, _builtin_layout, _context, rule))
+    recipe = load_recipe(path, overrides, rules=(*RULES, _builtin_layout, _context, _compiler, rule))
     if rule.data is None:  # the file was there when the runtime's rule looked, and gone when ours did
         raise ConfigError(f"data.dataset_name={recipe.data.dataset_name!r}: no such file")
     return Prepared(recipe, rule.tokenizer, rule.data)
@@ -121,6 +124,19 @@ def _context(recipe: Recipe) -> Iterator[Problem]:
     if longest is not None and wanted > longest and not _is_stretched(generation):
         message = f"the model takes {longest} positions (max_position_embeddings): set no more"
         yield Problem(f"{VLLM_CFG}.max_model_len", wanted, message)
+
+
+def _compiler(recipe: Recipe) -> Iterator[Problem]:
+    """vLLM compiles the model, through torch's Inductor, unless it is told otherwise; a worker that cannot ends after a
+    minute. Both environments are of the Python that runs this."""
+    generation = recipe.policy.generation
+    if generation.vllm_cfg.enforce_eager or "compilation_config" in generation.vllm_kwargs.entries():
+        return
+    compiler, header = os.environ.get("CXX", "g++"), Path(sysconfig.get_path("include")) / "Python.h"
+    missing = [what for what, there in ((compiler, shutil.which(compiler)), (header, header.exists())) if not there]
+    if missing:
+        message = f"vLLM would compile the model, and {' and '.join(map(str, missing))} is not here: set it to true"
+        yield Problem(f"{VLLM_CFG}.enforce_eager", False, message)
 
 
 def _is_stretched(generation: GenerationConfig) -> bool:

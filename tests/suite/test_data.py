@@ -109,6 +109,27 @@ def test_a_context_longer_than_the_model_s_is_refused_before_a_run(recipe_path, 
     assert len(caught.value.problems) == 1
 
 
+@pytest.mark.parametrize(
+    ("overrides", "has_header", "is_refused"),
+    [
+        (("enforce_eager=false",), False, True),
+        (("enforce_eager=false",), True, False),
+        (("enforce_eager=true",), False, False),
+    ],
+)
+def test_compiling_needs_what_compilers_need(recipe_path, tmp_path, monkeypatch, overrides, has_header, is_refused):
+    if has_header:
+        (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(preflight.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("CXX", sys.executable)
+    words = [f"policy.generation.vllm_cfg.{word}" for word in overrides]
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"enforce_eager=False: .*Python.h is not here: set it to true"):
+            prepare(recipe_path, words)
+    else:
+        prepare(recipe_path, words)
+
+
 def test_the_built_in_model_s_context_is_known(recipe_path):
     with pytest.raises(RecipeError, match="the model takes 4096 positions"):
         prepare(recipe_path, ["policy.generation.vllm_cfg.max_model_len=4097"])
