@@ -260,6 +260,7 @@ class Session:
         task = self._make_task(model_dir)
         model_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         gate = AdmissionGate(waits=self.is_asynchronous)
+        gate.shut()  # the chat server is up before the first weights are proved
         journal = RequestJournal(self.out / "requests.jsonl")
         self._stack.callback(journal.close)
         url = fleet.frontend.url

@@ -104,8 +104,13 @@ def test_chat_is_served():
         url = json.loads(Path("/tmp/chat/chat.json").read_text())["url"]
         assert url == "http://127.0.0.1:8000"
         asked = {"model": "builtin:tools", "messages": [{"role": "user", "content": "3+4-5"}], "max_tokens": 8}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).raise_for_status().json()
-        message = answer["choices"][0]["message"]
+        while (answer := httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)).status_code == 503:
+            assert time.monotonic() < deadline, "the first weights are not served"
+            time.sleep(float(answer.headers["Retry-After"]))
+        message = answer.raise_for_status().json()["choices"][0]["message"]
+        assert '"refit 0: probe"' in Path("/tmp/chat/events.jsonl").read_text(), (
+            "answered by weights that nobody proved"
+        )
         assert len(message["generation_token_ids"]) == len(message["generation_log_probs"]) > 0
     finally:
         if process.poll() is None:
