@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -91,8 +90,7 @@ def pair(tokenizer: Tokenizer, prompt: str, answer: int) -> tuple[list[int], lis
 def save(model: Any, file: Path) -> None:
     """The names and types that the file has now."""
     weights = model.state_dict()
-    with safe_open(file, "pt") as before:
-        kept = {name: weights[name].to(before.get_tensor(name).dtype).cpu().contiguous() for name in before.keys()}  # noqa: SIM118
+    kept = {name: weights[name].to(before.dtype).cpu().contiguous() for name, before in load_file(file).items()}
     temporary = file.with_suffix(".tmp")
     save_file(kept, temporary, metadata={"format": "pt"})
     with temporary.open("rb") as written:

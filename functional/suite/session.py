@@ -362,8 +362,7 @@ class Session:
         return None
 
     def _give_up_rollouts(self, gate: AdmissionGate, chat: ChatServer | None) -> Callable[[], None] | None:
-        """For updates that do not wait for the rollouts under way: what ends them all, and the turns of
-        chats."""
+        """For updates that do not wait for the rollouts under way: what ends them all, and the turns of chats."""
         return None
 
     def _make_task(self, model_dir: Path) -> Task:

@@ -58,8 +58,8 @@ class Completion:
     token_ids and logprobs: one entry a generated token; logprobs in nats. Times in seconds since the epoch.
     max_tokens: what this request was allowed; truncated: it ended there, not at a stop token. policy_version: of the
     fleet when it was let in, last_version: when it was answered; another only where updates do not wait for rollouts.
-    prompt_logprobs, where
-    asked for: of each of the prompt's tokens but the first, in nats; empty where the engine had a part in its cache.
+    prompt_logprobs, where asked for: of each of the prompt's tokens but the first, in nats; empty where the engine had
+    a part in its cache.
     """
 
     request_id: str
