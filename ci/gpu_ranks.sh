@@ -4,9 +4,10 @@
 #
 #   COMMAND='bash ci/gpu_ranks.sh tensor-2 two-engines' DEADLINE_S=560 CARRY=.carry OUT=/tmp/out bash ci/gpu_run.sh
 #
-# Names: tensor-2, pipeline-2, two-engines, experts-small, experts, rank-faults (three GPUs); trainer-2 (a trainer of two
-# ranks, an engine of tensor parallel 2), trainer-2-one (the same with an engine of one rank), three-engines, and the
-# times of updates to one and to three engines, rates-1 and rates-3, and routers-3 (four GPUs). Fewer GPUs are shared.
+# Names: tensor-2, pipeline-2, two-engines, experts-small, experts, rank-faults, engine-faults (three GPUs); trainer-2 (a
+# trainer of two ranks, an engine of tensor parallel 2), trainer-2-one (the same with an engine of one rank),
+# three-engines, and the times of updates to one and to three engines, rates-1 and rates-3, and routers-3 (four GPUs);
+# probe, the rates of its refit's probe (two GPUs). Fewer GPUs are shared.
 # The first six without a name. Both with experts need a pack with EXPERTS=1 (ci/gpu_pack.sh). Each has EACH_S (270)
 # seconds. RESULTS ($OUT/ranks) takes a folder for each: report.json, run.log and the logs. Exit status: 1 when one
 # failed.
@@ -73,6 +74,11 @@ experiment() {
     rank-faults)
       placed 1 2 2 && suite refit-faults "$2" "${placed[@]}" --only rank-killed-generating,rank-killed-mid-transfer
       ;;
+    engine-faults)
+      placed 1 2 1 && suite refit-faults "$2" "${placed[@]}" \
+        --only clear-refused,clear-ignored,worker-stopped-mid-transfer,all-workers-killed,trainer-killed-mid-transfer
+      ;;
+    probe) placed 1 1 1 && suite probe-rates "$2" "${placed[@]}" ;;
     *) echo "error: there is no experiment '$1'" && return 2 ;;
   esac
 }
