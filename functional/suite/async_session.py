@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import cast
 
 from functional.runtime.chat.server import ChatServer
-from functional.runtime.errors import RefitError
+from functional.runtime.errors import RefitError, RunError
+from functional.runtime.fleet.fleet import Fleet
 from functional.runtime.refit.parts import RefitResult
 from functional.runtime.rollout.completion import Completion
 from functional.runtime.rollout.gate import AdmissionGate
@@ -65,14 +66,28 @@ class AsyncSession(Session):
     def _take_steps(self, parts: Parts, first: int) -> None:
         steps = range(first, self.recipe.grpo.max_num_steps + 1)
         self._ahead = Ahead(lambda step: self._keep(parts, step), lambda: version_of(parts), steps, self._bound)
-        self._stack.callback(self._ahead.stop, PATIENCE_S)
+        parts.fleet.watch(self._stop_if_unwanted)  # wherever that thread waits for the fleet
+        self._stack.callback(self._end_ahead, parts.fleet)
         began = time.time()
         self._ahead.start()
         super()._take_steps(parts, first)
         ended = time.time()
+        with self._weights:  # a replacement under way comes to its end: what follows asks the same fleet
+            self._ahead.give_up()
         self._ahead.stop(PATIENCE_S)
         self._ahead = None
         self._judge(Interval(began, ended))
+
+    def _end_ahead(self, fleet: Fleet) -> None:
+        """When the run is taken down: end the thread of rollouts, and with it a replacement under way."""
+        if self._ahead is None:
+            return
+        try:
+            self._ahead.stop(PATIENCE_S)
+        except RunError:  # it waits for an answer of a worker or a node: for none any more once the fleet is gone
+            self._note_memory()
+            fleet.shutdown()
+            self._ahead.stop(PATIENCE_S)
 
     def _keep(self, parts: Parts, step: int) -> list[Completion]:
         """The thread of rollouts: the samples of a step."""
@@ -164,7 +179,6 @@ class AsyncSession(Session):
 
     def _is_given_up(self, state: Hashable) -> bool:
         """Not what began since: it waits until admission is open again, for weights that are proved."""
-        self._stop_if_unwanted()
         _, times_given_up = cast("tuple[frozenset[int], int]", state)
         return self._giving_up and times_given_up != self._times_given_up
 

@@ -321,7 +321,7 @@ class Session:
                 replace=replace_lost,
                 ranks_per_worker=recipe.devices_per_engine,
                 has_prefix_cache=recipe.has_prefix_cache,
-                on_step=lambda version, name: self.event(f"refit {version}: {name}"),
+                on_step=self._note_refit_step,
                 on_transition=self._note_transition,
                 drain_s=self._drain_s(),
                 give_up_rollouts=self._give_up_rollouts(gate, chat),
@@ -508,6 +508,10 @@ class Session:
         self.say(f"step {step}: validation on {len(prompts)} prompts: accuracy {found.accuracy:.3f}")
         return metrics
 
+    def _note_refit_step(self, version: int, name: str) -> None:
+        self._stop_if_unwanted()
+        self.event(f"refit {version}: {name}")
+
     def _note_transition(self, transition: Transition) -> None:
         self.report.refit_transitions.append(transition)
         self.event(f"refit {transition.version} {transition.before} → {transition.after}: {transition.reason}")
@@ -636,6 +640,9 @@ class Session:
         """Asked while rollouts are under way: whether those that were sent when the fleet's state was this are to be
         lost. What it raises ends them."""
         return False
+
+    def _stop_if_unwanted(self) -> None:
+        """Raises InterruptedRunError in a thread beside the main one whose work is not wanted any more."""
 
     def _addressees(self, fleet: Fleet) -> tuple[int, ...]:
         """The workers that rollouts must name: all where the frontend routes none, else none."""

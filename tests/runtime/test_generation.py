@@ -25,7 +25,7 @@ class Lossy(RolloutClient):
         super().__init__(self.shared, "http://127.0.0.1:1", "m", gate, Limits(10, 100, 8), 1)
         self.asked = []
 
-    async def _complete(self, prompt, sampling, instance_id, purpose):
+    async def send(self, prompt, sampling, instance_id, purpose):
         self.asked.append(tuple(prompt))
         if prompt[0] == 9:
             raise RolloutError("lost")
@@ -182,7 +182,7 @@ def test_each_update_that_fails_may_cost_the_batch_once_more():
 def test_a_loss_without_a_further_update_or_lost_worker_is_an_error():
     recovery = Recovery()
     client = Updating(recovery, [sample(), RolloutError("given up")], [RolloutError("refused")])
-    with pytest.raises(RolloutError, match="^refused$"):
+    with pytest.raises(RolloutError, match=r"^refused$"):
         recovery.generate(client, Fleet())
     assert recovery.told[-1] == "roll call"
 

@@ -35,6 +35,7 @@ def session():
 
 def test_an_update_that_failed_ends_the_turns_of_chats_too(tmp_path):
     """Engines that go on with other weights within a turn may have met those that were refused."""
+
     async def never(request, body, number):
         await asyncio.sleep(60)
 

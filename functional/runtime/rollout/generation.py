@@ -1,5 +1,5 @@
-"""Generation of a batch while the fleet is watched: what is lost with a worker, or with an update that failed beside it,
-is generated again by a fleet made whole, until the batch is whole."""
+"""Generation of a batch while the fleet is watched: what is lost with a worker, or by an update that failed beside
+it, is generated again by a fleet that was made whole, until nothing is lost."""
 
 import asyncio
 import itertools
