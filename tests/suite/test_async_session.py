@@ -16,6 +16,8 @@ from functional.runtime.rollout.completion import Sampling
 from functional.runtime.rollout.gate import AdmissionGate
 from functional.runtime.rollout.pool import HttpPool
 from functional.runtime.rollout.requests import RequestJournal, read_attempts
+from functional.suite import async_session
+from functional.suite.ahead import Ahead
 from functional.suite.async_session import AsyncSession
 from functional.suite.models import TOOLS_DIR
 from tests.runtime.test_chat_server import Chat, Frontend
@@ -180,6 +182,24 @@ def held(run, looks):
     finally:
         over.set()
         run.gate.leave, run.session._is_given_up = leave, is_given_up
+
+
+def test_a_thread_that_waits_for_the_fleet_ends_with_it(monkeypatch):
+    """A run that is taken down: a worker that never answers holds up nothing."""
+    monkeypatch.setattr(async_session, "PATIENCE_S", 0.2)
+    down, told = threading.Event(), []
+    run = session()
+    run._note_memory = lambda: told.append("memory")
+
+    def shutdown():
+        told.append("shutdown")
+        down.set()
+
+    run._ahead = Ahead(lambda step: down.wait(PATIENCE_S) and [], lambda: 0, range(1, 2), 1)
+    run._ahead.start()
+    run._end_ahead(SimpleNamespace(shutdown=shutdown))
+    assert told == ["memory", "shutdown"]
+    assert not run._ahead._thread.is_alive()
 
 
 def test_what_waits_outside_while_nothing_is_under_way_is_not_given_up(run):
