@@ -17,7 +17,7 @@ from urllib.error import HTTPError
 import pytest
 
 from functional.runtime.jsonlines import read_json_lines
-from functional.runtime.refit.machine import Transition
+from functional.runtime.refit.machine import State, Transition
 from functional.runtime.rollout.records import read_records
 from functional.runtime.rollout.requests import read_attempts
 from functional.suite.async_checks import ServedVersions
@@ -109,7 +109,7 @@ def test_helpers_samples_have_the_versions_that_they_met(tmp_path, updates):
     by_process = [read_attempts(tmp_path / name) for name in ("requests.jsonl", "requests-1.jsonl", "requests-2.jsonl")]
     shares = [sum(one.purpose == "rollout" for one in attempts) for attempts in by_process]
     assert min(shares) > 0.3 * max(shares), shares
-    served = ServedVersions([Transition(**one) for one in report["refit_transitions"]])
+    served = ServedVersions([Transition(**one | {"after": State(one["after"])}) for one in report["refit_transitions"]])
     for record in records:
         first, last = served.at(record["sent_at"]), served.at(record["answered_at"])
         assert record["policy_version"] == first

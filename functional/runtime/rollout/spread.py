@@ -173,22 +173,24 @@ class _Helper:
         number, answer = next(self._numbers), self._loop.create_future()
         self._answers[number] = answer
         self._orders.put((number, asked))
+        late = self._loop.call_later(self._patience_s, self._hangs, answer, self._patience_s)
         try:
-            await self._await(answer, self._patience_s)
+            found: Completion | RunError = await asyncio.shield(answer)
         except asyncio.CancelledError:
             self._orders.put((number, None))
-            await self._await(answer, GRACE_S)
+            late.cancel()
+            late = self._loop.call_later(GRACE_S, self._hangs, answer, GRACE_S)
+            await answer
             raise
         finally:
+            late.cancel()
             del self._answers[number]
-        found: Completion | RunError = answer.result()
         if isinstance(found, RunError):
             raise found
         return found
 
-    async def _await(self, answer: "asyncio.Future[Completion | RunError]", patience_s: float) -> None:
-        done, _ = await asyncio.wait({answer}, timeout=patience_s)
-        if not done:
+    def _hangs(self, answer: "asyncio.Future[Completion | RunError]", patience_s: float) -> None:
+        if not answer.done():
             self._process.kill()
             self._over(f"a client process was ended: it did not answer in {patience_s:g} s")
 
