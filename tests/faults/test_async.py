@@ -130,6 +130,8 @@ def test_updates_that_fail_one_after_the_other_within_one_batch(tmp_path):
         IN_FLIGHT,
         "grpo.async_grpo.max_trajectory_age_steps=2",
         "policy.generation.vllm_kwargs.max_num_seqs=4",
+        "policy.generation.dynamo_cfg.request_timeout_s=300",
+        "grpo.num_prompts_per_step=4",
     )
     assert (status, failed(report)) == (0, [])
     assert [refit["attempts"] for refit in report["refits"]] == [1, 1, 2, 2, 1]

@@ -1,6 +1,8 @@
 """A client process that `spread` starts: requests come through a pipe, one by one, and what became of each goes back.
 
-python -m functional.runtime.rollout.helper FD
+    python -m functional.runtime.rollout.helper FD
+
+FD is this end of the pipe, on which `Served` and the path of the journal come first.
 """
 
 import asyncio
