@@ -3,16 +3,18 @@
     python failing_updates.py RECIPE OUT RUN_DIR [key=value …]
 
 as `functional.suite.driver`, with real engines that go on with rollouts across updates. What is made up is that a
-worker refuses the cache clear of those two attempts, and that the trainer takes step 2 only once step 3's samples are
-there too: so both updates meet one batch.
+worker refuses the cache clear of those two attempts, that step 4's batch begins when update 2 is due, and that it is
+asked one sample at a time until update 3: so both updates meet it.
 """
 
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 from functional.runtime.fleet.control import ControlError, WorkerControl
+from functional.runtime.rollout.gate import Admission
 from functional.suite import driver
 from functional.suite.async_session import AsyncSession
 from functional.suite.session import interrupt
@@ -22,19 +24,31 @@ BATCH = 4
 
 
 class FailingUpdates(AsyncSession):
-    def _step(self, parts, step):
+    def _keep(self, parts, step):
+        if step == BATCH:
+            while not self._may_begin.wait(0.05):
+                self._ahead.look()
+            self._limit(parts, 1)
+        return super()._keep(parts, step)
+
+    def _bring(self, parts, step):
         if step == FAILING[0]:
-            while not self._is_generating(BATCH):
+            self._may_begin.set()
+            while self._gate.idle_since() is not None:
                 parts.fleet.check_control_plane()
                 time.sleep(0.05)
-        super()._step(parts, step)
+        if step == FAILING[1]:
+            self._limit(parts, None)
+        return super()._bring(parts, step)
 
-    def _is_generating(self, step):
-        with self._ahead._changed:
-            return step - 1 in self._ahead._finished and self._ahead._busy
+    def _limit(self, parts, inflight):
+        """Of what is asked from now on."""
+        parts.spread._admission = Admission(self._gate, inflight)
 
     def _prepare(self, *arguments):
+        self._may_begin = threading.Event()
         parts = super()._prepare(*arguments)
+        self._gate = parts.spread._gate
         refuse_clears(parts.refit, set(FAILING))
         return parts
 

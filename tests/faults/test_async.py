@@ -129,7 +129,6 @@ def test_updates_that_fail_one_after_the_other_within_one_batch(tmp_path):
         *LONG,
         IN_FLIGHT,
         "grpo.async_grpo.max_trajectory_age_steps=2",
-        "policy.generation.vllm_kwargs.max_num_seqs=4",
         "policy.generation.dynamo_cfg.request_timeout_s=300",
         "grpo.num_prompts_per_step=4",
     )
