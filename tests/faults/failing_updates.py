@@ -29,12 +29,13 @@ class FailingUpdates(AsyncSession):
             while not self._may_begin.wait(0.05):
                 self._ahead.look()
             self._limit(parts, 1)
+            self._has_begun = True
         return super()._keep(parts, step)
 
     def _bring(self, parts, step):
         if step == FAILING[0]:
             self._may_begin.set()
-            while self._gate.idle_since() is not None:
+            while not self._has_begun or self._gate.idle_since() is not None:
                 parts.fleet.check_control_plane()
                 time.sleep(0.05)
         if step == FAILING[1]:
@@ -46,7 +47,7 @@ class FailingUpdates(AsyncSession):
         parts.spread._admission = Admission(self._gate, inflight)
 
     def _prepare(self, *arguments):
-        self._may_begin = threading.Event()
+        self._may_begin, self._has_begun = threading.Event(), False
         parts = super()._prepare(*arguments)
         self._gate = parts.spread._gate
         refuse_clears(parts.refit, set(FAILING))
