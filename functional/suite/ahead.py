@@ -4,14 +4,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from functional.runtime.errors import RolloutError, RunError
+from functional.runtime.errors import InterruptedRunError, RolloutError, RunError
 from functional.runtime.rollout.completion import Completion
 
 LOOK_S = 0.5
 """How often who waits for the thread looks whether anything else has ended the wait."""
 
 
-class StoppedError(RunError):
+class StoppedError(InterruptedRunError):
     """The rollouts under way are not wanted any more."""
 
 
@@ -46,11 +46,15 @@ class Ahead:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, patience_s: float) -> None:
-        """End the thread, and what it has under way. Raises RunError when it is still there after `patience_s`."""
+    def give_up(self) -> None:
+        """Have the thread end at its next look."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+
+    def stop(self, patience_s: float) -> None:
+        """End the thread, and what it has under way. Raises RunError when it is still there after `patience_s`."""
+        self.give_up()
         if self._thread.ident is None:
             return
         self._thread.join(patience_s)

@@ -4,9 +4,11 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
+from typing import cast
 
 from functional.runtime.chat.server import ChatServer
-from functional.runtime.errors import RefitError
+from functional.runtime.errors import RefitError, RunError
+from functional.runtime.fleet.fleet import Fleet
 from functional.runtime.refit.parts import RefitResult
 from functional.runtime.rollout.completion import Completion
 from functional.runtime.rollout.gate import AdmissionGate
@@ -64,14 +66,28 @@ class AsyncSession(Session):
     def _take_steps(self, parts: Parts, first: int) -> None:
         steps = range(first, self.recipe.grpo.max_num_steps + 1)
         self._ahead = Ahead(lambda step: self._keep(parts, step), lambda: version_of(parts), steps, self._bound)
-        self._stack.callback(self._ahead.stop, PATIENCE_S)
+        parts.fleet.watch(self._stop_if_unwanted)  # wherever that thread waits for the fleet
+        self._stack.callback(self._end_ahead, parts.fleet)
         began = time.time()
         self._ahead.start()
         super()._take_steps(parts, first)
         ended = time.time()
+        with self._weights:  # a replacement under way comes to its end: what follows asks the same fleet
+            self._ahead.give_up()
         self._ahead.stop(PATIENCE_S)
         self._ahead = None
         self._judge(Interval(began, ended))
+
+    def _end_ahead(self, fleet: Fleet) -> None:
+        """When the run is taken down: end the thread of rollouts, and with it a replacement under way."""
+        if self._ahead is None:
+            return
+        try:
+            self._ahead.stop(PATIENCE_S)
+        except RunError:  # it waits for an answer of a worker or a node: for none any more once the fleet is gone
+            self._note_memory()
+            fleet.shutdown()
+            self._ahead.stop(PATIENCE_S)
 
     def _keep(self, parts: Parts, step: int) -> list[Completion]:
         """The thread of rollouts: the samples of a step."""
@@ -147,8 +163,10 @@ class AsyncSession(Session):
 
     def _give_up_rollouts(self, gate: AdmissionGate, chat: ChatServer | None) -> Callable[[], None] | None:
         def give_up() -> None:
-            self._giving_up = True
+            if gate.idle_since() is not None:
+                return  # whoever waits where admission is shut has met no weights yet
             self._times_given_up += 1
+            self._giving_up = True
             try:
                 if chat is not None:
                     chat.give_up("an update failed")
@@ -159,24 +177,24 @@ class AsyncSession(Session):
 
         return give_up if self._in_flight else None
 
-    def _is_given_up(self) -> bool:
-        self._stop_if_unwanted()
-        return self._giving_up
+    def _is_given_up(self, state: Hashable) -> bool:
+        """Not what began since: it waits until admission is open again, for weights that are proved."""
+        _, times_given_up = cast("tuple[frozenset[int], int]", state)
+        return self._giving_up and times_given_up != self._times_given_up
 
     def _stop_if_unwanted(self) -> None:
         """Ends the thread of rollouts when the run is being taken down: nothing may be replaced then."""
         if self._ahead is not None:
             self._ahead.look()
 
-    def _fleet_state(self, parts: Parts) -> Hashable:
+    def _fleet_state(self, parts: Parts) -> tuple[frozenset[int], int]:
         return frozenset(worker.instance_id for worker in parts.fleet.workers), self._times_given_up
 
-    def _find_lost(self, parts: Parts, known: Hashable) -> Mapping[int, str]:
+    def _find_lost(self, parts: Parts) -> Mapping[int, str]:
+        """Not while an update is under way, which may find and replace them."""
         with self._weights:
             self._stop_if_unwanted()
-            if known != self._fleet_state(parts):
-                return {worker.index: "an update has replaced workers since" for worker in parts.fleet.workers}
-            return super()._find_lost(parts, known)
+            return super()._find_lost(parts)
 
     def _make_whole(self, parts: Parts, step: int) -> None:
         """Unless an update has done so already."""

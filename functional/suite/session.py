@@ -321,7 +321,7 @@ class Session:
                 replace=replace_lost,
                 ranks_per_worker=recipe.devices_per_engine,
                 has_prefix_cache=recipe.has_prefix_cache,
-                on_step=lambda version, name: self.event(f"refit {version}: {name}"),
+                on_step=self._note_refit_step,
                 on_transition=self._note_transition,
                 drain_s=self._drain_s(),
                 give_up_rollouts=self._give_up_rollouts(gate, chat),
@@ -508,6 +508,10 @@ class Session:
         self.say(f"step {step}: validation on {len(prompts)} prompts: accuracy {found.accuracy:.3f}")
         return metrics
 
+    def _note_refit_step(self, version: int, name: str) -> None:
+        self._stop_if_unwanted()
+        self.event(f"refit {version}: {name}")
+
     def _note_transition(self, transition: Transition) -> None:
         self.report.refit_transitions.append(transition)
         self.event(f"refit {transition.version} {transition.before} → {transition.after}: {transition.reason}")
@@ -600,8 +604,7 @@ class Session:
         step: int,
         sampling: Sampling | None = None,
     ) -> list[FoundType]:
-        """What comes of each prompt. What is lost with a worker is generated again, once, by a fleet made whole."""
-        known = self._fleet_state(parts)
+        """What comes of each prompt. What is lost with a worker is generated again by a fleet made whole."""
 
         def note_lost(index: int, error: RolloutError) -> None:
             self.report.lost_samples.append(LostSample(step=step, rollout=index, reason=str(error)))
@@ -611,10 +614,11 @@ class Session:
             parts.fleet,
             prompts,
             sampling or parts.sampling,
-            find_lost=lambda: self._find_lost(parts, known),
+            find_lost=lambda: self._find_lost(parts),
             make_whole=None if parts.refit.version is None else lambda: self._make_whole(parts, step),
             on_lost=note_lost,
             addressed=lambda asked: replace(asked, instances=self._addressees(parts.fleet)),
+            state=lambda: self._fleet_state(parts),
             is_given_up=self._is_given_up,
         )
 
@@ -622,8 +626,8 @@ class Session:
         """Another, once requests that were sent before may be lost although no worker is lost now."""
         return None
 
-    def _find_lost(self, parts: Parts, known: Hashable) -> Mapping[int, str]:
-        """Slot → why, of workers that were lost since the fleet was as `known`."""
+    def _find_lost(self, parts: Parts) -> Mapping[int, str]:
+        """Slot → why, of the workers that are lost."""
         return parts.refit.find_lost()
 
     def _make_whole(self, parts: Parts, step: int) -> None:
@@ -632,9 +636,13 @@ class Session:
             parts.chat.give_up("a worker was lost")  # no agent waits for it any more, but it holds the gate
         self._refit(parts, parts.refit.version, f"step{step}.replacement")
 
-    def _is_given_up(self) -> bool:
-        """Asked while rollouts are under way: whether they are to be lost. What it raises ends them."""
+    def _is_given_up(self, state: Hashable) -> bool:
+        """Asked while rollouts are under way: whether those that were sent when the fleet's state was this are to be
+        lost. What it raises ends them."""
         return False
+
+    def _stop_if_unwanted(self) -> None:
+        """Raises InterruptedRunError in a thread beside the main one whose work is not wanted any more."""
 
     def _addressees(self, fleet: Fleet) -> tuple[int, ...]:
         """The workers that rollouts must name: all where the frontend routes none, else none."""

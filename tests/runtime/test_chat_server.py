@@ -285,16 +285,22 @@ def test_one_key_is_one_answer_even_where_its_client_was_gone(chat, frontend):
     assert (status, answer["error"]["param"]) == (400, "Idempotency-Key")
 
 
-def test_what_is_under_way_can_be_given_up(chat, frontend, tmp_path):
+async def two_under_way(chat, frontend):
+    """One of them under a key. They are not answered."""
+
     async def wait(request, body, number):
         await asyncio.sleep(30)
 
     frontend.behave = wait
+    asking = [asyncio.ensure_future(chat.posting(headers=headers)) for headers in ({}, {"Idempotency-Key": "k"})]
+    while len(frontend.asked) < 2:
+        await asyncio.sleep(0.01)
+    return asking
 
+
+def test_what_is_under_way_can_be_given_up(chat, frontend, tmp_path):
     async def ask():
-        asking = [asyncio.ensure_future(chat.posting(headers=headers)) for headers in ({}, {"Idempotency-Key": "k"})]
-        while len(frontend.asked) < 2:
-            await asyncio.sleep(0.01)
+        asking = await two_under_way(chat, frontend)
         await asyncio.to_thread(chat.server.give_up, "every worker was lost")
         return await asyncio.gather(*asking)
 
@@ -306,15 +312,8 @@ def test_what_is_under_way_can_be_given_up(chat, frontend, tmp_path):
 
 
 def test_a_closed_server_has_nothing_under_way(chat, frontend, tmp_path):
-    async def wait(request, body, number):
-        await asyncio.sleep(30)
-
-    frontend.behave = wait
-
     async def ask():
-        asking = [asyncio.ensure_future(chat.posting(headers=headers)) for headers in ({}, {"Idempotency-Key": "k"})]
-        while len(frontend.asked) < 2:
-            await asyncio.sleep(0.01)
+        asking = await two_under_way(chat, frontend)
         await asyncio.to_thread(chat.server.close)
         left = chat.gate.idle_since()
         attempts = await asyncio.to_thread(written, chat.journal, tmp_path / "requests.jsonl")

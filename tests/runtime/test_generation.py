@@ -25,7 +25,7 @@ class Lossy(RolloutClient):
         super().__init__(self.shared, "http://127.0.0.1:1", "m", gate, Limits(10, 100, 8), 1)
         self.asked = []
 
-    async def _complete(self, prompt, sampling, instance_id, purpose):
+    async def send(self, prompt, sampling, instance_id, purpose):
         self.asked.append(tuple(prompt))
         if prompt[0] == 9:
             raise RolloutError("lost")
@@ -116,7 +116,7 @@ class Recovery:
     """What a refit gives to `generate`, and what of it was called."""
 
     def __init__(self, found=None, can=True):
-        self.found, self.told, self.whole = found or {}, [], 0
+        self.found, self.told, self.whole, self.updates = found or {}, [], 0, 0
         self.given = {"find_lost": self.find_lost, "make_whole": self.make_whole if can else None}
 
     def find_lost(self):
@@ -126,9 +126,9 @@ class Recovery:
     def make_whole(self):
         self.whole += 1
 
-    def generate(self, client, fleet):
+    def generate(self, client, fleet, prompts=((1,), (2,))):
         told = {"on_lost": lambda index, error: self.told.append((index, str(error)))}
-        return generate(client, fleet, [(1,), (2,)], SAMPLING, **self.given, **told)
+        return generate(client, fleet, list(prompts), SAMPLING, **self.given, **told, state=lambda: self.updates)
 
 
 def sample(attempt=1):
@@ -148,9 +148,60 @@ def test_lost_samples_alone_are_generated_again_with_attempt_raised():
     assert (recovery.whole, recovery.told) == (1, [(1, "lost")])
 
 
-def test_they_are_generated_again_once_only():
+def test_they_are_generated_again_until_the_batch_is_whole():
+    lost = RolloutError("lost")
+    recovery, client = Recovery(), Batches([sample(), lost, lost], [lost, sample(2)], [sample()])
+    completions = recovery.generate(client, Fleet(lost=[1]), [(1,), (2,), (3,)])
+    assert [completion.attempt for completion in completions] == [1, 3, 3]
+    assert client.asked == [[(1,), (2,), (3,)], [(2,), (3,)], [(2,)]]
+    assert (recovery.whole, recovery.told) == (2, [(1, "lost"), (2, "lost"), (1, "lost")])
+
+
+class Updating(Batches):
+    """Each batch meets an update that fails, but the last."""
+
+    def __init__(self, recovery, *batches):
+        super().__init__(*batches)
+        self.recovery = recovery
+
+    async def complete_each(self, prompts, sampling, given_up):
+        self.recovery.updates += len(self.batches) > 1
+        return await super().complete_each(prompts, sampling, given_up)
+
+
+def test_each_update_that_fails_may_cost_the_batch_once_more():
+    recovery = Recovery()
+    lost = [RolloutError("given up")] * 2
+    client = Updating(recovery, lost, lost, lost, [sample(), sample()])
+    completions = recovery.generate(client, Fleet())
+    assert [completion.attempt for completion in completions] == [4, 4]
+    assert recovery.whole == 3
+    assert "roll call" not in recovery.told
+
+
+def test_a_loss_without_a_further_update_or_lost_worker_is_an_error():
+    recovery = Recovery()
+    client = Updating(recovery, [sample(), RolloutError("given up")], [RolloutError("refused")])
+    with pytest.raises(RolloutError, match=r"^refused$"):
+        recovery.generate(client, Fleet())
+    assert recovery.told[-1] == "roll call"
+
+
+def test_an_update_that_ends_within_the_roll_call_explains_the_loss():
+    recovery = Recovery()
+
+    def find_lost():
+        recovery.updates += 1
+        return {}
+
+    recovery.given["find_lost"] = find_lost
+    assert len(recovery.generate(Batches([sample(), RolloutError("lost")], [sample()]), Fleet())) == 2
+
+
+def test_workers_lost_one_after_the_other_with_no_answer_in_between_are_an_error():
+    """The samples themselves may be what ends them."""
     recovery, client = Recovery(), Batches([sample(), RolloutError("lost")], [RolloutError("lost again")])
-    with pytest.raises(RolloutError, match="lost again"):
+    with pytest.raises(RolloutError, match=r"one after the other while 1 samples were generated.*lost again"):
         recovery.generate(client, Fleet(lost=[1]))
     assert recovery.whole == 1
 

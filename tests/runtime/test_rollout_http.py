@@ -20,9 +20,9 @@ PROMPT = (5, 6, 7)
 LIMITS = Limits(vocab_size=100, max_model_len=16, token_bytes=8)
 
 
-def answer_to(request_id, tokens=2):
+def answer_to(request_id, tokens=2, prompt=PROMPT):
     ids, logprobs = [8] * tokens, [-0.5] * tokens
-    engine = {"prompt_token_ids": PROMPT, "completion_token_ids": ids, "completion_logprobs": logprobs}
+    engine = {"prompt_token_ids": prompt, "completion_token_ids": ids, "completion_logprobs": logprobs}
     nvext = {"worker_id": {"decode_worker_id": 42}, "completion_token_ids": ids, "engine_data": engine}
     choices = [{"logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}]
     return {"id": f"cmpl-{request_id}", "choices": choices, "nvext": nvext}

@@ -133,10 +133,10 @@ class NodeOwner:
         return NodeSockets.here([pid for pids in self.pids().values() for pid in pids])
 
     def stop(self, namespace: str) -> Traces:
-        """End the workers. Returns by what their remains would be known."""
-        for worker in self._workers.values():
+        """End the workers, and let none start any more. Returns by what their remains would be known."""
+        for worker in list(self._workers.values()):  # others may be starting and replacing them meanwhile
             worker.stop()
-        for server in self._servers.values():
+        for server in list(self._servers.values()):
             server.close()
         ports = self._ports.given if self._ports else []
         return Traces(namespace, (os.getpid(),), tuple(ports), tuple(self._folders))

@@ -1,11 +1,12 @@
 """A worker of the fleet as others see it, and its process as its node's owner sees it."""
 
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from functional.runtime.errors import ProcessDiedError
+from functional.runtime.errors import ProcessDiedError, RunError
 from functional.runtime.fleet.control import WorkerControl
 from functional.runtime.fleet.ports import PortRange
 from functional.runtime.fleet.process import ManagedProcess
@@ -43,7 +44,10 @@ class WorkerAddress:
 
 
 class WorkerProcess:
-    """One slot of the fleet: the `dynamo.vllm` process that is in it, on this node."""
+    """One slot of the fleet: the `dynamo.vllm` process that is in it, on this node.
+
+    Thread-safe: `stop` waits for a launch under way, and none follows it.
+    """
 
     def __init__(
         self,
@@ -64,17 +68,29 @@ class WorkerProcess:
         self._base = base
         self._launched = settings.earlier_engines
         self._process: ManagedProcess | None = None
+        self._changing = threading.Lock()
+        self._is_stopped = False
         self.folder: Path | None = None
         self.log = settings.log_dir / f"worker-{index}.log"
 
     def restart(self) -> WorkerAddress:
-        """End whatever is left of the worker at once, and launch a new one, on ports that no worker here had before."""
-        if self._process is not None:
-            self._process.kill()
-        return self.start()
+        """End whatever is left of the worker at once, and launch a new one, on ports that no worker here had before.
+
+        Raises RunError once it was stopped.
+        """
+        with self._changing:
+            if self._process is not None:
+                self._process.kill()
+            return self._launch()
 
     def start(self) -> WorkerAddress:
-        """Launch the worker and return where it will serve."""
+        """Launch the worker and return where it will serve. Raises RunError once it was stopped."""
+        with self._changing:
+            return self._launch()
+
+    def _launch(self) -> WorkerAddress:
+        if self._is_stopped:
+            raise RunError(f"worker {self._index}: not started, the fleet is being taken down")
         settings = self._settings
         rpc, stream, system, engine = (self._ports.take(span) for span in (1, 1, 1, 4))
         self.folder = Path(tempfile.mkdtemp(prefix="w", dir=self._base))  # short: a socket's path has 107 bytes
@@ -114,5 +130,7 @@ class WorkerProcess:
         return self._process.pids() if self._process else []
 
     def stop(self) -> None:
-        if self._process is not None:
-            self._process.stop()
+        with self._changing:
+            self._is_stopped = True
+            if self._process is not None:
+                self._process.stop()

@@ -96,7 +96,7 @@ class RolloutClient:
     ) -> list[Completion]:
         """One completion per prompt, in order, by the named worker, past the gate: for probes while rollouts are shut
         out. The prompts are sent together."""
-        return await self._together([self._complete(prompt, sampling, instance_id, "probe") for prompt in prompts])
+        return await self._together([self.send(prompt, sampling, instance_id, "probe") for prompt in prompts])
 
     async def _together(self, completions: Sequence[Awaitable[Completion]]) -> list[Completion]:
         """All of them; the first that fails ends the others."""
@@ -118,13 +118,14 @@ class RolloutClient:
     async def _rollout(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
         async with self._admission as version:
             named = sampling.instances and sampling.instances[next(self._turns) % len(sampling.instances)]
-            completion = await self._complete(prompt, sampling, named or None, "rollout")
+            completion = await self.send(prompt, sampling, named or None, "rollout")
             await self._gate.confirmed()
             return replace(completion, policy_version=version, last_version=self._gate.newest)
 
-    async def _complete(
+    async def send(
         self, prompt: Sequence[int], sampling: Sampling, instance_id: int | None, purpose: str
     ) -> Completion:
+        """One completion, past the gate and the limit: for whoever has passed both. Raises RolloutError."""
         prompt = tuple(prompt)
         if prompt is not self._sendable:  # the samples of a group share theirs
             self.limits.refuse_unsendable(prompt)

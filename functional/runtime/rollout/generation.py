@@ -1,10 +1,12 @@
-"""Generation of a batch while the fleet is watched: what is lost with a worker is generated again, once, by a fleet
-made whole."""
+"""Generation of a batch while the fleet is watched: what is lost with a worker, or by an update that failed beside
+it, is generated again by a fleet that was made whole, until nothing is lost."""
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from functional.runtime.errors import RolloutError
@@ -52,36 +54,59 @@ def generate(
     make_whole: Callable[[], None] | None,
     on_lost: Callable[[int, RolloutError], None] = lambda index, error: None,
     addressed: Callable[[Sampling], Sampling] = lambda sampling: sampling,
-    is_given_up: Callable[[], bool] = lambda: False,
+    state: Callable[[], Hashable] = lambda: None,
+    is_given_up: Callable[[Hashable], bool] = lambda state: False,
 ) -> list[FoundType]:
-    """A completion for each prompt, in order; `attempt` is one higher for those that were generated again.
+    """A completion for each prompt, in order; `attempt` is one higher for each time that it was generated again.
 
     find_lost asks every worker, and gives slot → why for those that count as lost; make_whole replaces them, at the
     version that the fleet has (a refit does both, and lies above this room), and is None while there is no such
     version; on_lost hears the place in the batch of each lost sample, and why, before anything is done about it;
-    addressed adds the workers that requests must name, as they are when it is asked; is_given_up is asked at each look
-    at the fleet whether what is under way is to be lost, and what it raises ends the batch.
+    addressed adds the workers that requests must name, as they are when it is asked.
 
-    Raises RolloutError for requests that failed although no worker was lost, or a second time; ProcessDiedError when a
-    process dies that nothing replaces; and what `make_whole` raises.
+    Where updates go on beside this, `state` is another after each that gave up what was under way or replaced a worker;
+    is_given_up is asked at each look at the fleet, with the state in which the requests were sent, whether they are to
+    be lost; what it raises ends the batch.
+
+    Each further loss needs a cause of its own: an update that failed since, or another lost worker. A sample may be
+    what ends its worker, so once one was lost, the next may be lost only after another sample was answered.
+
+    Raises RolloutError for requests that failed for neither cause, and for workers that are lost one after the other
+    with no answer in between; ProcessDiedError when a process dies that nothing replaces; and what `make_whole` raises.
     """
-    outcomes = complete_under_watch(client, fleet, prompts, addressed(sampling), is_given_up)
-    lost = [(index, found) for index, found in enumerate(outcomes) if isinstance(found, RolloutError)]
-    for index, error in lost:
-        on_lost(index, error)
-    if lost:
-        _, first = lost[0]
-        if not is_worker_lost(fleet, find_lost) or make_whole is None:
+    done: dict[int, FoundType] = {}
+    left = list(range(len(prompts)))
+    answered: int | None = None  # when a worker was lost last
+    for again in itertools.count():
+        began = state()
+        asked = [prompts[index] for index in left]
+        outcomes = complete_under_watch(client, fleet, asked, addressed(sampling), partial(is_given_up, began))
+        lost: dict[int, RolloutError] = {}
+        for index, found in zip(left, outcomes, strict=True):
+            if isinstance(found, RolloutError):
+                lost[index] = found
+                on_lost(index, found)
+            else:
+                done[index] = replace(found, attempt=found.attempt + again)
+        if not lost:
+            break
+        first = next(iter(lost.values()))
+        if make_whole is None:
             raise first
+        if state() == began:
+            is_lost = is_worker_lost(fleet, find_lost)
+            if state() == began:  # an update may have come to its end meanwhile
+                if not is_lost:
+                    raise first
+                if answered == len(done):
+                    raise RolloutError(
+                        f"workers were lost one after the other while {len(lost)} samples were generated, with none "
+                        f"answered in between ({first}): the workers' logs say what ends them"
+                    ) from first
+                answered = len(done)
         make_whole()
-        left = [prompts[index] for index, _ in lost]
-        again = complete_under_watch(client, fleet, left, addressed(sampling), is_given_up)
-        for (index, _), found in zip(lost, again, strict=True):
-            outcomes[index] = found if isinstance(found, RolloutError) else replace(found, attempt=found.attempt + 1)
-    for found in outcomes:
-        if isinstance(found, RolloutError):
-            raise found
-    return [found for found in outcomes if not isinstance(found, RolloutError)]
+        left = list(lost)
+    return [done[index] for index in range(len(prompts))]
 
 
 def complete_under_watch(

@@ -1,23 +1,26 @@
 """More client processes, for a fleet that answers faster than one event loop takes the answers in.
 
-A helper is a process with an event loop, connections and a journal of its own. It is given a part of a batch, and gives
-back what became of each request. It ends with the process that started it.
+A helper is a process with an event loop, connections and a journal of its own. It is given requests one by one, as they
+pass the gate and the limit here, and gives back what became of each. It ends with the process that started it.
 """
 
 import asyncio
 import contextlib
+import itertools
 import math
-import multiprocessing
 import os
-import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
-from functional.runtime.errors import RolloutError
+from functional.runtime.errors import RolloutError, RunError
 from functional.runtime.rollout.client import Limits, RolloutClient
 from functional.runtime.rollout.completion import Completion, Sampling
 from functional.runtime.rollout.gate import AdmissionGate
@@ -26,12 +29,19 @@ from functional.runtime.rollout.requests import RequestJournal
 
 Outcomes = list[Completion | RolloutError]
 Prompts = Sequence[Sequence[int]]
+Asked = tuple[Sequence[int], Sampling, int | None, str]
+"""The arguments of `RolloutClient.send`."""
+Order = tuple[int, Asked | None] | None
+"""To a helper: a request under a number, or that it is given up; None: the end."""
+Answer = tuple[int, Completion | RunError]
 
 BUSY = 0.7
 """Of its time that a loop may be at work: beyond, requests wait for each other."""
 WORTH_S = 1.0
 """A batch that takes less asks for no helper: to start one takes about as long."""
-POLL_S = 0.1
+GRACE_S = 10.0
+"""How much longer than a request's own deadline, or after it was given up, a helper may take to say what became of it:
+one that does not counts as hung, and is ended."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +54,11 @@ class Served:
     timeout_s: float
     max_inflight: int | None = None
 
-    def client(
-        self, pool: HttpPool, gate: AdmissionGate, journal: RequestJournal | None, processes: int = 1
-    ) -> RolloutClient:
-        """One of as many processes' clients, which share what may be under way at a time."""
-        cap = None if self.max_inflight is None else max(1, self.max_inflight // processes)
-        return RolloutClient(pool, self.url, self.model, gate, self.limits, self.timeout_s, journal, cap)
+    def client(self, pool: HttpPool, gate: AdmissionGate, journal: RequestJournal | None) -> RolloutClient:
+        return RolloutClient(pool, self.url, self.model, gate, self.limits, self.timeout_s, journal, self.max_inflight)
 
 
-class SpreadClient:
+class SpreadClient(RolloutClient):
     """Completes batches of rollouts, in this process and in as many helpers as the batches before asked for."""
 
     def __init__(
@@ -65,14 +71,14 @@ class SpreadClient:
         processors: int | None = None,
     ) -> None:
         """journals: folder of the helpers' requests-N.jsonl; processors: of this machine, unless given."""
-        self.pool = pool
-        self._gate = gate
+        super().__init__(
+            pool, served.url, served.model, gate, served.limits, served.timeout_s, journal, served.max_inflight
+        )
         self._served = served
         self._journals = journals
-        self._journal = journal
         self._processors = processors or os.cpu_count() or 1
         self._helpers: list[_Helper] = []
-        self._alone = served.client(pool, gate, journal)
+        self._places = itertools.count()
 
     @property
     def processes(self) -> int:
@@ -80,50 +86,26 @@ class SpreadClient:
 
     async def complete_each(self, prompts: Prompts, sampling: Sampling, given_up: asyncio.Event) -> Outcomes:
         """As RolloutClient.complete_each."""
-        began, used = time.monotonic(), self.pool.processor_s()
-        others = 0.0
-        if self._helpers:
-            outcomes, others = await self._spread(prompts, sampling, given_up)
-        else:
-            outcomes = await self._alone.complete_each(prompts, sampling, given_up)
+        began, used = time.monotonic(), self._processor_s()
+        outcomes = await super().complete_each(prompts, sampling, given_up)
         took = time.monotonic() - began
         if took >= WORTH_S:
-            wanted = processes_wanted((self.pool.processor_s() - used + others) / took, self._processors)
+            wanted = processes_wanted((self._processor_s() - used) / took, self._processors)
             while self.processes < wanted:
                 self.add_helper()
         return outcomes
 
-    async def _spread(self, prompts: Prompts, sampling: Sampling, given_up: asyncio.Event) -> tuple[Outcomes, float]:
-        """Every nth prompt to each process. Returns the helpers' processor seconds too."""
-        count = self.processes
-        own = self._served.client(self.pool, self._gate, self._journal, count)
-        parts = [prompts[first::count] for first in range(count)]
-        elsewhere = asyncio.gather(
-            *(
-                self._through_gate(helper, part, sampling, given_up)
-                for helper, part in zip(self._helpers, parts[1:], strict=True)
-            )
-        )
-        mine, theirs = await asyncio.gather(own.complete_each(parts[0], sampling, given_up), elsewhere)
-        outcomes: Outcomes = [RolloutError("not asked")] * len(prompts)
-        for first, found in enumerate([mine, *(found for found, _ in theirs)]):
-            outcomes[first::count] = found
-        return outcomes, sum(seconds for _, seconds in theirs)
+    async def send(
+        self, prompt: Sequence[int], sampling: Sampling, instance_id: int | None, purpose: str
+    ) -> Completion:
+        """Each process in turn."""
+        place = next(self._places) % self.processes
+        if place == 0:
+            return await super().send(prompt, sampling, instance_id, purpose)
+        return await self._helpers[place - 1].send((prompt, sampling, instance_id, purpose))
 
-    async def _through_gate(
-        self, helper: "_Helper", part: Prompts, sampling: Sampling, given_up: asyncio.Event
-    ) -> tuple[Outcomes, float]:
-        try:
-            first = await unless(given_up, self._gate, len(part))
-        except RolloutError as refused:
-            return [refused] * len(part), 0.0
-        try:
-            found, seconds = await helper.complete_each(part, sampling, given_up, self.processes)
-            if not await comes_before(given_up, self._gate.confirmed()):
-                return [RolloutError("given up while under way")] * len(part), seconds
-            return [_of_versions(one, first, self._gate.newest) for one in found], seconds
-        finally:
-            self._gate.leave(len(part))
+    def _processor_s(self) -> float:
+        return self.pool.processor_s() + sum(helper.processor_s for helper in self._helpers)
 
     def add_helper(self) -> None:
         """Start one more; it stays."""
@@ -136,39 +118,6 @@ class SpreadClient:
         self._helpers = []
 
 
-async def unless(given_up: asyncio.Event, gate: AdmissionGate, count: int) -> int | None:
-    """What `gate.admit(count)` gives. Raises RolloutError where all is given up before."""
-    admitted, ended = asyncio.ensure_future(gate.admit(count)), asyncio.ensure_future(given_up.wait())
-    try:
-        await asyncio.wait({admitted, ended}, return_when=asyncio.FIRST_COMPLETED)
-    except asyncio.CancelledError:
-        if not admitted.cancel() and not admitted.cancelled() and admitted.exception() is None:
-            gate.leave(count)  # let in at the same moment
-        raise
-    finally:
-        ended.cancel()
-        admitted.cancel()
-    if not admitted.done():
-        raise RolloutError("given up while admission was shut")
-    return admitted.result()
-
-
-async def comes_before(given_up: asyncio.Event, awaited: Coroutine[Any, Any, None]) -> bool:
-    """Whether what is awaited is there before all is given up."""
-    tasks = [asyncio.ensure_future(awaited), asyncio.ensure_future(given_up.wait())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].done()
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def _of_versions(found: Completion | RolloutError, first: int | None, last: int | None) -> Completion | RolloutError:
-    """A helper's gate knows no version."""
-    return found if isinstance(found, RolloutError) else replace(found, policy_version=first, last_version=last)
-
-
 def processes_wanted(busy: float, processors: int) -> int:
     """How many client processes a load asks for that kept loops at work for `busy` times the time that it took.
 
@@ -177,77 +126,113 @@ def processes_wanted(busy: float, processors: int) -> int:
     return max(1, min(math.ceil(busy / BUSY), processors - 1))
 
 
+Item = TypeVar("Item")
+
+
+def all_of(queue: "SimpleQueue[Item]") -> list[Item]:
+    """What is in it; waits while it is empty."""
+    items = [queue.get()]
+    with contextlib.suppress(Empty):
+        while True:
+            items.append(queue.get_nowait())
+    return items
+
+
 class _Helper:
-    """One process, and the pipe to it. One batch at a time."""
+    """One process, the pipe to it, and a thread for each of its directions: no event loop waits for a pipe.
+
+    processor_s: what its loop had used at its last answer.
+    """
 
     def __init__(self, served: Served, journal: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, served, journal), daemon=True, name="rollouts")
-        self._process.start()
+        self._pipe, theirs = Pipe()
+        # Not by multiprocessing, whose resource tracker would stay until this process ends.
+        command = [sys.executable, "-m", "functional.runtime.rollout.helper", str(theirs.fileno())]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment
+        )
         theirs.close()
+        self._pipe.send((served, journal))
+        self.processor_s = 0.0
+        self._patience_s = served.timeout_s + GRACE_S
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Completion | RunError]] = {}
+        self._orders: SimpleQueue[Order] = SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: str | None = None
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._write, self._read)]
+        for thread in self._threads:
+            thread.start()
 
-    async def complete_each(
-        self, prompts: Prompts, sampling: Sampling, given_up: asyncio.Event, processes: int
-    ) -> tuple[Outcomes, float]:
-        """What became of each, and the processor seconds that it took there. Given up or cancelled, it is told so."""
-        loop = asyncio.get_running_loop()
-        giving_up = asyncio.ensure_future(given_up.wait())
+    async def send(self, asked: Asked) -> Completion:
+        """As RolloutClient.send. Cancelled, it returns once the request is given up there."""
+        self._loop = asyncio.get_running_loop()
+        if self._end is not None:
+            raise RolloutError(self._end)
+        number, answer = next(self._numbers), self._loop.create_future()
+        self._answers[number] = answer
+        self._orders.put((number, asked))
+        late = self._loop.call_later(self._patience_s, self._hangs, answer, self._patience_s)
         try:
-            await loop.run_in_executor(None, self._pipe.send, (prompts, sampling, processes))
-            answer = asyncio.ensure_future(loop.run_in_executor(None, self._pipe.recv))
-            try:
-                await asyncio.wait({answer, giving_up}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if not answer.done():
-                    self._pipe.send(None)
-                    await asyncio.wait({answer})
-            found: tuple[Outcomes, float] = answer.result()
-        except (EOFError, OSError) as error:
-            return [RolloutError(f"a client process ended: {type(error).__name__}")] * len(prompts), 0.0
+            found: Completion | RunError = await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            self._orders.put((number, None))
+            late.cancel()
+            late = self._loop.call_later(GRACE_S, self._hangs, answer, GRACE_S)
+            await answer
+            raise
         finally:
-            giving_up.cancel()
+            late.cancel()
+            del self._answers[number]
+        if isinstance(found, RunError):
+            raise found
         return found
 
-    def close(self) -> None:
-        self._pipe.close()
-        self._process.join(5)
-        if self._process.is_alive():
+    def _hangs(self, answer: "asyncio.Future[Completion | RunError]", patience_s: float) -> None:
+        if not answer.done():
             self._process.kill()
-            self._process.join()
+            self._over(f"a client process was ended: it did not answer in {patience_s:g} s")
 
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # it is gone, as `_read` finds
+            orders: list[Order] = []
+            while None not in orders:
+                orders = all_of(self._orders)
+                self._pipe.send(orders)
 
-def _serve(pipe: Connection, served: Served, journal_path: Path) -> None:
-    """A helper's life: batches, until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side says when to end
-    with (
-        contextlib.suppress(EOFError, OSError),
-        contextlib.closing(RequestJournal(journal_path)) as journal,
-        HttpPool() as pool,
-    ):
-        while True:
-            batch = pipe.recv()
-            if batch is not None:  # None: the batch before had ended when it was given up
-                prompts, sampling, processes = batch
-                client = served.client(pool, AdmissionGate(), journal, processes)
-                pipe.send(pool.run(_complete_each(client, pipe, prompts, sampling)))
+    def _read(self) -> None:
+        try:
+            while True:
+                self.processor_s, answers = self._pipe.recv()
+                assert self._loop is not None  # it was asked
+                self._loop.call_soon_threadsafe(self._deliver, answers)
+        except (EOFError, OSError) as error:
+            reason = f"a client process ended: {type(error).__name__}"
+            self._end = self._end or reason
+            if self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                    self._loop.call_soon_threadsafe(self._over, reason)
 
+    def _deliver(self, answers: list[Answer]) -> None:
+        for number, found in answers:
+            answer = self._answers.get(number)
+            if answer is not None and not answer.done():
+                answer.set_result(found)
 
-async def _complete_each(
-    client: RolloutClient, pipe: Connection, prompts: Prompts, sampling: Sampling
-) -> tuple[Outcomes, float]:
-    used = client.pool.processor_s()
-    given_up = asyncio.Event()
-    watch = asyncio.ensure_future(_watch(pipe, given_up))
-    try:
-        outcomes = await client.complete_each(prompts, sampling, given_up)
-    finally:
-        watch.cancel()
-    return outcomes, client.pool.processor_s() - used
+    def _over(self, reason: str) -> None:
+        """No answer comes any more."""
+        self._end = self._end or reason
+        self._deliver([(number, RolloutError(self._end)) for number in self._answers])
 
-
-async def _watch(pipe: Connection, given_up: asyncio.Event) -> None:
-    """Set `given_up` once the other side has spoken or is gone; what it said stays in the pipe."""
-    while not pipe.poll():
-        await asyncio.sleep(POLL_S)
-    given_up.set()
+    def close(self) -> None:
+        self._orders.put(None)
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._orders.put(None)  # for a thread that found the process gone before
+        for thread in self._threads:
+            thread.join()
+        self._pipe.close()
