@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -40,7 +41,7 @@ from functional.suite.nemo_rl.place import find_nemo_rl, find_recipe, tree_state
 from functional.suite.reserve import RESERVE_BYTES
 
 SOURCE = """
-import os, subprocess, sys, time
+import os, psutil, subprocess, sys, time
 print("Applied CLI overrides")
 print("words:", *sys.argv[1:])
 print("the token is", os.environ.get("SOME_TOKEN"))
@@ -49,6 +50,23 @@ if how == "raises":
     raise RuntimeError("no GPU here")
 if how == "leaves":
     subprocess.Popen(["sleep", "600"], start_new_session=True)
+if how == "leaves on a node":
+    import ray
+    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, runtime_env={"env_vars": dict(os.environ)})
+    @ray.remote(num_cpus=0)
+    class Worker:
+        def start(self):
+            return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    worker = Worker.remote()
+    print("left is", ray.get(worker.start.remote()), flush=True)
+    ray.kill(worker)
+if how == "ends the cluster":
+    port = int(os.environ["RAY_ADDRESS"].rpartition(":")[2])
+    while any(s.laddr.port == port and s.status == "LISTEN" for s in psutil.net_connections("tcp")):
+        for process in psutil.process_iter(["name"]):
+            if process.info["name"] == "gcs_server" and any(s.laddr.port == port for s in process.net_connections()):
+                process.kill()
+        time.sleep(0.1)
 if how == "hangs":
     time.sleep(600)
 if how == "writes on":
@@ -355,8 +373,28 @@ def test_a_run_that_fails_says_why(place, tmp_path, how, cause):
     assert "own script of a commit that is not known" in (tmp_path / "out/report.html").read_text()
 
 
-def test_a_full_disk_ends_the_run_in_one_line(place, tmp_path):
-    """The cluster that is named stands in for a Ray head, which would write to the same disk."""
+@pytest.fixture
+def cluster(tmp_path):
+    """The address of a Ray head that no run started, as `ray.sub` leaves one."""
+    pytest.importorskip("ray")
+    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "HOW")}
+    folder = tmp_path / "cluster"
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0", "--num-cpus=4"]
+    command += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}"]
+    with (tmp_path / "cluster.log").open("wb") as log:
+        head = subprocess.Popen(command, env=environment | launch.SLOW_MACHINE, stdout=log, stderr=log)
+    try:
+        yield launch.await_head(head, folder / "ray_current_cluster", tmp_path / "cluster.log")
+    finally:
+        below = descendants(head.pid)
+        launch.stop(head, signal.SIGTERM, 20.0)
+        for pid in below:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_full_disk_ends_the_run_in_one_line(place, cluster, tmp_path):
+    """A Ray head of the run's own would write to the same disk."""
     pytest.importorskip("omegaconf")
     small = tmp_path / "small"
     small.mkdir()
@@ -364,7 +402,7 @@ def test_a_full_disk_ends_the_run_in_one_line(place, tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", small], capture_output=True).returncode:
         pytest.skip("mounting needs root")
     try:
-        answer, report = run(small / "out", "writes on", RAY_ADDRESS="127.0.0.1:1")
+        answer, report = run(small / "out", "writes on", RAY_ADDRESS=cluster)
         log = (small / "out/logs/run_grpo.log").stat().st_size
     finally:
         subprocess.run(["umount", "--lazy", small], check=True)
@@ -383,6 +421,30 @@ def test_what_the_script_leaves_is_found_and_ended(place, tmp_path):
     assert "sleep 600" in left["detail"]
     pid = int(left["detail"].split("process ")[1].split(":")[0])
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_what_is_left_on_a_node_of_another_cluster_is_found_and_ended(place, cluster, tmp_path):
+    """Ray's actors are no descendants of a run that joins a cluster, and what they start outlives them."""
+    _, report = run(tmp_path / "out", "leaves on a node", RAY_ADDRESS=cluster)
+    left = next(check for check in report["checks"] if check["name"] == "teardown.nothing_left")
+    assert not left["passed"]
+    pid = int((tmp_path / "out/logs/run_grpo.log").read_text().split("left is ")[1].split()[0])
+    host = cluster.rpartition(":")[0]
+    assert left["detail"] == f"after the script's end, on {host}: process {pid}: sleep 600"
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_nothing_is_left_on_a_cluster_that_was_there_before(place, cluster, tmp_path):
+    _, report = run(tmp_path / "out", "", RAY_ADDRESS=cluster)
+    assert outcome(report)["teardown.nothing_left"], report["checks"]
+
+
+def test_a_cluster_that_goes_away_while_the_script_runs(place, cluster, tmp_path):
+    """What is on its nodes cannot be looked at, and so is not said to be gone."""
+    _, report = run(tmp_path / "out", "ends the cluster", RAY_ADDRESS=cluster)
+    left = next(check for check in report["checks"] if check["name"] == "teardown.nothing_left")
+    assert not left["passed"]
+    assert left["detail"].startswith(f"RAY_ADDRESS={cluster}: cannot join (ConnectionRefusedError: ")
 
 
 def test_a_run_that_hangs_is_stopped(place, tmp_path):
