@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,7 @@ from functional.suite.nemo_rl.launch import Ended, run_script, shared_gpu
 from functional.suite.nemo_rl.log import FIRST_REFIT, INVALIDATED, NOT_INVALIDATED, REFIT, NemoRlLog
 from functional.suite.nemo_rl.place import find_nemo_rl, find_recipe, tree_state
 from functional.suite.reserve import RESERVE_BYTES
+from tests.nemo_rl_tree import RECIPE, write_runnable_tree
 
 SOURCE = """
 import os, psutil, subprocess, sys, time
@@ -56,10 +58,11 @@ if how == "leaves on a node":
     @ray.remote(num_cpus=0)
     class Worker:
         def start(self):
-            return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
-    worker = Worker.remote()
-    print("left is", ray.get(worker.start.remote()), flush=True)
-    ray.kill(worker)
+            return os.getpid(), subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    actor = Worker.remote()
+    worker, left = ray.get(actor.start.remote())
+    print("left is", left, flush=True)
+    os.kill(worker, 9)
 if how == "ends the cluster":
     port = int(os.environ["RAY_ADDRESS"].rpartition(":")[2])
     while any(s.laddr.port == port and s.status == "LISTEN" for s in psutil.net_connections("tcp")):
@@ -75,46 +78,13 @@ if how == "writes on":
 if how == "leaves a writer":
     subprocess.Popen([sys.executable, "-uc", "import time; [(print('left'), time.sleep(0.1)) for _ in range(600)]"])
 """
-CONFIG = """
-from omegaconf import OmegaConf
-
-def register_omegaconf_resolvers():
-    pass
-
-def load_config(path):
-    return OmegaConf.load(path)
-
-def parse_hydra_overrides(config, overrides):
-    for word in overrides:
-        key, _, value = word.lstrip("+").partition("=")
-        OmegaConf.update(config, key, value, force_add=True)
-    return config
-"""
-RECIPE = """
-policy: {model_name: a-model, generation: {backend: dynamo, colocated: {resources: {gpus_per_node: 1}}}}
-logger: {log_dir: logs, tensorboard_enabled: true}
-grpo: {max_num_steps: 2, num_prompts_per_step: 2, num_generations_per_prompt: 2,
-       async_grpo: {enabled: true, recompute_kv_cache_after_weight_updates: true}}
-cluster: {gpus_per_node: 2, num_nodes: 1}
-data: {train: {dataset_name: ResponseDataset}, default: {}}
-"""
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A tree of NeMo RL's layout, and environments: this Python, and programs that do nothing."""
     tree = tmp_path / "tree"
-    for path, text in {
-        "pyproject.toml": '[project]\nname = "nemo-rl"\n',
-        "examples/run_grpo.py": SOURCE,
-        "recipe.yaml": RECIPE,
-        "nemo_rl/__init__.py": "",
-        "nemo_rl/utils/__init__.py": "",
-        "nemo_rl/utils/config.py": CONFIG,
-        "nemo_rl/models/generation/dynamo/managed_runtime.py": "",
-    }.items():
-        (tree / path).parent.mkdir(parents=True, exist_ok=True)
-        (tree / path).write_text(text)
+    write_runnable_tree(tree, SOURCE)
     dynamo = tmp_path / "dynamo" / "bin"
     dynamo.mkdir(parents=True)
     (dynamo / "python").symlink_to(sys.executable)
@@ -378,7 +348,7 @@ def cluster(tmp_path):
     """The address of a Ray head that no run started, as `ray.sub` leaves one."""
     pytest.importorskip("ray")
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "HOW")}
-    folder = tmp_path / "cluster"
+    folder = Path(tempfile.mkdtemp(prefix="cluster-"))  # its sockets' paths are bounded
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0", "--num-cpus=4"]
     command += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}"]
     with (tmp_path / "cluster.log").open("wb") as log:
@@ -391,6 +361,7 @@ def cluster(tmp_path):
         for pid in below:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(folder)
 
 
 def test_a_full_disk_ends_the_run_in_one_line(place, cluster, tmp_path):
@@ -424,7 +395,8 @@ def test_what_the_script_leaves_is_found_and_ended(place, tmp_path):
 
 
 def test_what_is_left_on_a_node_of_another_cluster_is_found_and_ended(place, cluster, tmp_path):
-    """Ray's actors are no descendants of a run that joins a cluster, and what they start outlives them."""
+    """Ray's actors are no descendants of a run that joins a cluster, and what they start outlives them when they are
+    killed."""
     _, report = run(tmp_path / "out", "leaves on a node", RAY_ADDRESS=cluster)
     left = next(check for check in report["checks"] if check["name"] == "teardown.nothing_left")
     assert not left["passed"]

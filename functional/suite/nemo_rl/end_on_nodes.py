@@ -4,7 +4,7 @@ whose Ray the cluster's is.
     python end_on_nodes.py VARIABLE=VALUE SECONDS ANSWER_FILE
 
 The run's processes are those that have this variable, which Ray hands on to its actors and they to what they start.
-They have SECONDS to end by themselves. The answer: {address of a node: [a line for each process that had to be killed]}.
+They have SECONDS to end by themselves. The answer: {address of a node: [a line for each that had to be killed]}.
 """
 
 import json
