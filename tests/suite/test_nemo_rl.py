@@ -323,6 +323,9 @@ def test_bad_input_ends_in_one_line_before_anything_starts(place, tmp_path):
         assert (answer.returncode, report) == (2, None)
         assert complaint in answer.stderr.splitlines()[-1]
         assert "Traceback" not in answer.stderr
+    answer, report = run(out, "ends", RAY_ADDRESS="127.0.0.1:1")
+    assert (answer.returncode, report) == (2, None)
+    assert answer.stderr.splitlines()[-1].startswith("error: RAY_ADDRESS=127.0.0.1:1: cannot join (ConnectionRefused")
 
 
 @pytest.mark.parametrize(("how", "cause"), [("raises", "RuntimeError: no GPU here"), ("ends", None)])
