@@ -87,7 +87,8 @@ printf '{"input": "%s+1=", "output": "%s"}\\n' 1 2 2 3 3 4 4 5 5 6 6 7 7 8 8 9 >
 model=$(/opt/trainer_venv/bin/python -c 'from functional.suite.models import ARITHMETIC_DIR; print(ARITHMETIC_DIR)')
 functional run --driver nemo-rl examples/configs/grpo_math_1B_dynamo.yaml --out "$FUNCTIONAL_OUT/run" \\
   --deadline-s 1200 policy.model_name="$model" policy.tokenizer.name="$model" env.math.num_workers=1 \\
-  data.train.dataset_name=ResponseDataset +data.train.data_path=/tmp/train.jsonl data.train.split_validation_size=0"""
+  data.train.dataset_name=ResponseDataset +data.train.data_path=/tmp/train.jsonl data.train.split_validation_size=0 \\
+  policy.generation.vllm_cfg.gpu_memory_utilization=0.1"""  # of the machine's memory, on CPU
 
 
 @pytest.mark.full
