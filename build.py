@@ -37,6 +37,10 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Profile = Annotated[str, typer.Option(envvar="PROFILE", help="Which locked set: cpu or cuda.")]
 Name = Annotated[str, typer.Option(envvar="NAME", help="The release's folder: dist/NAME.")]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RECIPE] [KEY=VALUE]…", help="In the image; after --, options of `functional run` too."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON on stdout.")]
 
 
@@ -206,7 +210,7 @@ def run(
 
 @app.command()
 def functional(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]…", help="In the image.")] = None,
+    words: Words = None,
     name: Name = "",
     mount: Annotated[list[str] | None, typer.Option(help="SRC:DST[:ro], say a model's; may be repeated.")] = None,
     env: Annotated[list[str] | None, typer.Option(help="NAME=value, or NAME to pass on the value it has here.")] = None,
@@ -221,6 +225,7 @@ def functional(
     Examples: ./build.py functional
               ./build.py functional --name cpu recipes/grpo_cpu.yaml grpo.seed=7
               ./build.py functional --name cuda --mount /models/Qwen3-0.6B:/model:ro policy.model_name=/model
+              ./build.py functional --name nemo -- --driver=nemo-rl examples/configs/grpo_math_1B_dynamo.yaml
               ./build.py functional --name cuda --from release.tgz
     """
     from kit.functional import adopt_functional, newest_release, run_functional
@@ -228,14 +233,12 @@ def functional(
     name = name or newest_release()
     if other is not None:
         raise typer.Exit(adopt_functional(name, other))
-    recipes = [word for word in words or [] if "=" not in word]
-    overrides = [word for word in words or [] if "=" in word]
-    raise typer.Exit(run_functional(name, recipes, overrides, mounts=mount or [], env=env or [], engine=engine))
+    raise typer.Exit(run_functional(name, words or [], mounts=mount or [], env=env or [], engine=engine))
 
 
 @app.command()
 def submit(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]…", help="In the image.")] = None,
+    words: Words = None,
     name: Name = "",
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1,
     gpus: Annotated[int, typer.Option(min=0, envvar="GPUS_PER_NODE", help="GPUs of a node.")] = 8,

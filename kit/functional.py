@@ -44,8 +44,7 @@ class Counts:
 
 def run_functional(
     name: str,
-    recipes: Sequence[str] = (),
-    overrides: Sequence[str] = (),
+    words: Sequence[str] = (),
     *,
     mounts: Sequence[str] = (),
     env: Sequence[str] = (),
@@ -56,8 +55,7 @@ def run_functional(
     A run that reached its report replaces the earlier one, passed or not. One that did not, or was interrupted, is
     kept apart in `functional.incomplete`, and the earlier report and its section stay.
     """
-    if len(recipes) > 1:
-        raise UsageError(f"two recipes: {' and '.join(recipes)}", "name one; settings are written key=value")
+    recipe, others = find_recipe(words)
     asked, variables = data_mounts(mounts), parse_env(env)
     for variable in variables:
         if OTHER_PROGRAMS.fullmatch(variable):
@@ -71,11 +69,24 @@ def run_functional(
         try:
             write_facts(record, results / FACTS)
             say(f"running the suite in {made.sqsh.name}; its log goes to {made.functional}/logs at the end")
-            ended = run_container(_container(made, results, recipes, overrides, asked, variables), engine)
+            ended = run_container(_container(made, results, recipe, others, asked, variables), engine)
             record_results(made, record, results, ended)
         finally:
             shutil.rmtree(results, ignore_errors=True)
         return ended.status
+
+
+def find_recipe(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The recipe among the words for the suite, and the others: settings, and options as --NAME or --NAME=VALUE.
+
+    Raises UsageError for two recipes.
+    """
+    others = [word for word in words if "=" in word or word.startswith("-")]
+    recipes = [word for word in words if word not in others]
+    if len(recipes) > 1:
+        hint = "name one; settings are written key=value, and options --name=value"
+        raise UsageError(f"two recipes: {' and '.join(recipes)}", hint)
+    return next(iter(recipes), None), others
 
 
 def data_mounts(texts: Sequence[str]) -> list[Mount]:
@@ -177,16 +188,16 @@ def _unpacked(archive: Path, scratch: Path) -> Path:
 def _container(
     made: Release,
     results: Path,
-    recipes: Sequence[str],
-    overrides: Sequence[str],
+    recipe: str | None,
+    words: Sequence[str],
     mounts: Sequence[Mount],
     env: Mapping[str, str],
 ) -> Container:
     return Container(
         squashfs=made.sqsh,
-        command=[*COMMAND, *overrides],
+        command=[*COMMAND, *words],
         mounts=[*mounts, {"source": str(results), "target": RESULTS, "read_only": False}],
-        env={**env, "FUNCTIONAL_OUT": RESULTS, **({"RECIPE": recipes[0]} if recipes else {})},
+        env={**env, "FUNCTIONAL_OUT": RESULTS, **({"RECIPE": recipe} if recipe else {})},
         host_network=False,
         terminal=False,
         stop_within_s=STOP_WITHIN_S,

@@ -16,7 +16,7 @@ from typing import Any
 from kit import slurm
 from kit.command import run
 from kit.errors import KitError, UsageError
-from kit.functional import COMMAND, WORK_PREFIX, checked_release, data_mounts, record_results
+from kit.functional import COMMAND, WORK_PREFIX, checked_release, data_mounts, find_recipe, record_results
 from kit.layout import Release, only_run, release
 from kit.preflight import Asked, check_before
 from kit.record import JobFacts, Record
@@ -106,18 +106,16 @@ def _job_facts(job: slurm.Job, logs: Path, backend: str) -> JobFacts:
 
 
 def _asked(wanted: Wanted) -> Asked:
-    recipes = [word for word in wanted.words if "=" not in word]
-    if len(recipes) > 1:
-        raise UsageError(f"two recipes: {' and '.join(recipes)}", "name one; settings are written key=value")
+    recipe, others = find_recipe(wanted.words)
     if wanted.backend not in BACKENDS:
         raise UsageError(f"unknown back end '{wanted.backend}'", f"choose {', '.join(BACKENDS[1:])}")
     data_mounts(wanted.mounts)
     made = release(wanted.name)
     logs = (wanted.logs or made.folder / "slurm").absolute()
     command = [
-        *([f"RECIPE={recipes[0]}"] if recipes else []),
+        *([f"RECIPE={recipe}"] if recipe else []),
         *COMMAND,
-        *(word for word in wanted.words if "=" in word),
+        *others,
     ]
     environment = {
         "CONTAINER": str(made.sqsh),

@@ -106,6 +106,15 @@ class TestFunctional:
         assert facts["commit"] is None  # this copy of the kit is no checkout
         assert kit("verify", "tiny").returncode == 0
 
+    def test_options_of_the_suite_are_given_after_two_dashes(self, kit: Kit, made: Path) -> None:
+        options = ("--driver=nemo-rl", "--share-gpu", "recipes/x.yaml", "+data.train.data_path=/data/x")
+        assert kit("functional", "--engine", "own", "--", *options).returncode == 0
+        words = (made / "functional/words").read_text()
+        assert words.endswith(
+            "grpo_dynamo.sh --driver=nemo-rl --share-gpu +data.train.data_path=/data/x recipe=recipes/x.yaml\n"
+        )
+        refused(kit("functional", "--", "--driver=nemo-rl", "a.yaml", "b.yaml"), 2, "two recipes: a.yaml and b.yaml")
+
     def test_a_failing_suite_is_a_result_too(self, kit: Kit, made: Path) -> None:
         assert kit("functional", "--engine", "own").returncode == 0
         assert kit("functional", "--engine", "own", "failing").returncode == 1
