@@ -73,7 +73,7 @@ UNMODIFIED = """
 printf '{"input": "%s+1=", "output": "%s"}\\n' 1 2 2 3 3 4 4 5 5 6 6 7 7 8 8 9 >/tmp/train.jsonl
 model=$(/opt/trainer_venv/bin/python -c 'from functional.suite.models import ARITHMETIC_DIR; print(ARITHMETIC_DIR)')
 functional run --driver nemo-rl examples/configs/grpo_math_1B_dynamo.yaml --out "$FUNCTIONAL_OUT/run" \\
-  --deadline-s 1200 policy.model_name="$model" policy.tokenizer.name="$model" env.math.num_workers=1 \\
+  --deadline-s 2400 policy.model_name="$model" policy.tokenizer.name="$model" env.math.num_workers=1 \\
   data.train.dataset_name=ResponseDataset +data.train.data_path=/tmp/train.jsonl data.train.split_validation_size=0 \\
   policy.generation.vllm_cfg.gpu_memory_utilization=0.1"""  # of the machine's memory, on CPU
 
@@ -86,8 +86,8 @@ def test_the_unmodified_script_without_a_gpu(nodes: int) -> None:
     if "nemo_rl" not in json.loads((REPO / "dist" / name / "record.json").read_text())["image"]:
         pytest.skip(f"the image '{name}' was built without NeMo RL: NEMO_RL=TREE NAME=nemo-cpu make image sqsh")
     apart = "" if nodes == 1 else " cluster.num_nodes=2 cluster.gpus_per_node=1"
-    job = submit(f"{IMPORTS}{UNMODIFIED}{apart}", "--time=60", nodes=nodes, gpus=2 if nodes == 1 else 1)
-    assert job.wait(2400) == ("FAILED", "1:0"), job.log
+    job = submit(f"{IMPORTS}{UNMODIFIED}{apart}", "--time=90", nodes=nodes, gpus=2 if nodes == 1 else 1)
+    assert job.wait(3600) == ("FAILED", "1:0"), job.log
     assert json.loads((job.logs / "results/found.json").read_text()) == [
         {"node": f"node{n + 1}", "nemo_rl": "/opt/nemo-rl/nemo_rl/__init__.py", "environment": "/opt/nemo_rl_venv"}
         for n in range(nodes)
