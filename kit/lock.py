@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import platform
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.markers import Marker
-
 from kit.bases import read_bases
 from kit.command import run
 from kit.errors import KitError, UsageError
 from kit.files import finished_file
 from kit.layout import LOCKFILES, scratch_folder, state_dir
+from kit.markers import holds
 from kit.nemo_rl import pinned_by_tree, write_made_for
 from kit.steps import complete_step
 
@@ -152,11 +150,7 @@ def requirements_for(path: Path, python: str) -> str:
 
 
 def _holding(text: str, python: str) -> Iterator[re.Match[str]]:
-    machine = {"platform_machine": platform.machine(), "platform_system": "Linux", "sys_platform": "linux"}
-    environment = {**machine, "os_name": "posix", "python_version": python, "python_full_version": f"{python}.0"}
-    for match in _PIN.finditer(text):
-        if match["marker"] is None or Marker(match["marker"]).evaluate(environment):
-            yield match
+    return (match for match in _PIN.finditer(text) if holds(match["marker"], python))
 
 
 def uv_program() -> Path:

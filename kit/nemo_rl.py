@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.markers import Marker
-
 from kit.errors import UsageError
 from kit.files import write_atomic
 from kit.layout import LOCKFILES, REPO
+from kit.markers import holds
 from kit.nemo_tree import LAYOUT, MADE_FOR, PINS, Tree, TreeError, check_pins_of, is_nemo_rl, read_tree
 from kit.steps import say
 
 # What the tree's own Dynamo environment and ours must have in common.
 _OF_DYNAMO = ("ai-dynamo", "nvidia-nccl-cu13", "vllm")
+# What NeMo RL runs on in an image, whatever the host is: nemo-rl.toml is the same wherever it is written.
+_PYTHON, _MACHINE = "3.13", "x86_64"
 
 
 def write_made_for(folder: Path, locked: dict[str, str]) -> None:
@@ -117,7 +118,7 @@ def _resolved(
     (project,) = (package for package in packages if "." in package["source"].values())
     wanted: dict[str, set[str]] = {}
     for one in project["dependencies"]:
-        if "version" in one and Marker(one.get("marker", "extra == ''")).evaluate({"extra": ""}):
+        if "version" in one and holds(one.get("marker"), _PYTHON, _MACHINE):
             wanted.setdefault(one["name"], set()).add(one["version"].partition("+")[0])
     found = {name: sorted(wanted.get(name) or versions.get(name, set())) for name in names}
     pinned = {name: held[0] for name, held in found.items() if len(held) == 1}

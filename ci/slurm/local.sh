@@ -10,8 +10,9 @@
 #
 # What its nodes see: this machine's files; at /srv a folder that all share, with this repository at /srv/kit; a /tmp, a
 # /run and a /dev of their own; the users alice and mallory, whose home folders they cannot write. Fake GPUs are devices
-# that behave like /dev/null. Nothing of it is visible on the machine: the bridge between the nodes is in the login node's
-# network namespace, and all processes and mounts end with the namespaces.
+# that behave like /dev/null. The login node is the default route of the others, as nodes have one, and leads nowhere.
+# Nothing of it is visible on the machine: the bridge between the nodes is in the login node's network namespace, and all
+# processes and mounts end with the namespaces.
 set -euo pipefail
 repo=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../..")
 state=$(realpath -m "${KIT_STATE:-$repo/.state}")/slurm
@@ -135,6 +136,7 @@ start() {
     nsenter --net --target "$(first_process login)" -- ip link set "$name" master bridge up
     nsenter --net --target "$(first_process "$name")" -- ip address add "$address/24" dev eth0
     nsenter --net --target "$(first_process "$name")" -- ip link set eth0 up
+    nsenter --net --target "$(first_process "$name")" -- ip route add default via "$network.254"
   fi
   wait_for "$name: its daemons" test -e "$state/$name/run/ready"
 }
@@ -170,6 +172,7 @@ machine() {
     ip link add bridge type bridge
     ip address add "$network.254/24" dev bridge
     ip link set bridge up
+    sysctl -qw net.ipv4.ip_forward=1
     mkdir -p /run/slurm/state
     munged --foreground --force --key-file=/run/slurm/etc/munge.key --socket=/run/slurm/munge.socket \
       --pid-file=/run/slurm/munged.pid --seed-file=/run/slurm/munge.seed --log-file="$state/log/munged.log" &

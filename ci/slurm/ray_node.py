@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -417,9 +418,20 @@ def ray_started(job: Job, ports: Ports, role: list[str], ending: threading.Event
         words += [f"--ray-client-server-port={client}", "--temp-dir=/tmp/ray"]
     if size := job.facts["object_store_bytes"]:
         words.append(f"--object-store-memory={size}")
-    # It takes SIGTERM for more than 10 s, and has nothing to save.
-    with ray_log(job).open("ab") as log, group(words, signal.SIGKILL, stdout=log, stderr=log) as process:
-        wait_for_ray(job, process, log.tell(), ending)
+    deadline = time.monotonic() + job.seconds("start_deadline_s")
+    with ray_log(job).open("ab") as log, contextlib.ExitStack() as attempt:
+        while True:
+            # It takes SIGTERM for more than 10 s, and has nothing to save.
+            process = attempt.enter_context(group(words, signal.SIGKILL, stdout=log, stderr=log))
+            if wait_for_ray(job, process, log.tell(), deadline, ending):
+                break
+            log.write(b"The raylet ended while Ray was starting: starting it again\n")
+            log.flush()
+            below = descendants(process.pid)
+            attempt.close()
+            for pid in below:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         yield process
 
 
@@ -446,22 +458,44 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
         os.killpg(process.pid, number)
 
 
-def wait_for_ray(job: Job, ray: subprocess.Popen[bytes], earlier: int, ending: threading.Event) -> None:
+def wait_for_ray(
+    job: Job, ray: subprocess.Popen[bytes], earlier: int, deadline: float, ending: threading.Event
+) -> bool:
     """Until `ray start` says that this node is one of the cluster's, after `earlier` bytes of its log.
+
+    False if the raylet ends before: it gives its agents seconds to start, too few on a busy machine, and `ray start`
+    waits on without it.
 
     That its raylet listens is not enough: on a busy machine the rest of Ray learns of it seconds later.
     """
-    deadline = time.monotonic() + job.seconds("start_deadline_s")
     while True:
         if ending.is_set():
             raise ClusterError("ended while Ray was starting")
         if ray.poll() is not None:
             raise ClusterError(f"Ray did not start (status {ray.returncode}): see {ray_log(job)}")
         if STARTED in ray_log(job).read_bytes()[earlier:]:
-            return
+            return True
+        if any(state == "Z" and name == "raylet" for _, name, state, parent in processes() if parent == ray.pid):
+            return False
         if time.monotonic() > deadline:
             raise ClusterError(f"Ray was not up within {job.facts['start_deadline_s']} s: see {ray_log(job)}")
         time.sleep(0.2)
+
+
+def processes() -> Iterator[tuple[int, str, str, int]]:
+    """Process ID, name, state and parent of each."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            before, _, after = (folder / "stat").read_text(errors="replace").rpartition(")")
+            state, parent = after.split()[:2]
+            yield int(folder.name), before.partition("(")[2], state, int(parent)
+
+
+def descendants(root: int) -> list[int]:
+    found, parents = [root], [(pid, parent) for pid, _, _, parent in processes()]
+    for above in found:
+        found += [pid for pid, parent in parents if parent == above]
+    return found[1:]
 
 
 @contextlib.contextmanager

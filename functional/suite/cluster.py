@@ -107,15 +107,28 @@ def joined_ray(run_dir: Path, recipe: Recipe) -> Iterator[None]:
 def _join(address: str) -> None:
     import ray
 
-    if "://" in address:
-        raise ConfigError(f"{ADDRESS_VARIABLE}={address}: the driver runs on a node of the cluster; give host:port")
+    check_address(address)
     try:
-        host, _, port = address.rpartition(":")
-        if port.isdigit():  # Ray itself would try for minutes
-            socket.create_connection((host, int(port)), CONNECT_S).close()
         # Whichever environment's Ray started the cluster: in an image with NeMo RL it is not this one's.
         ours = {"py_executable": sys.executable}
         ray.init(address=address, runtime_env=ours, log_to_driver=False, configure_logging=False)
     except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as error:
-        why = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{ADDRESS_VARIABLE}={address}: cannot join ({type(error).__name__}: {why})") from error
+        raise _cannot_join(address, error) from error
+
+
+def check_address(address: str) -> None:
+    """Raises ConfigError where RAY_ADDRESS is no host:port that answers: Ray itself would try for minutes."""
+    if "://" in address:
+        raise ConfigError(f"{ADDRESS_VARIABLE}={address}: the driver runs on a node of the cluster; give host:port")
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():  # a name of Ray's own, such as "auto"
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise _cannot_join(address, error) from error
+
+
+def _cannot_join(address: str, error: Exception) -> ConfigError:
+    why = " ".join(str(error).split())[:300]
+    return ConfigError(f"{ADDRESS_VARIABLE}={address}: cannot join ({type(error).__name__}: {why})")

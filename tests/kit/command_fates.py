@@ -171,6 +171,15 @@ FATES: dict[str, Fate] = {
         Run("tests/kit/test_functional.py", "test_the_result_of_another_machine", ('step(there, "night")',)),
     ),
     # docs/slurm.md
+    'export CONTAINER=/shared/images/nemo.sqsh MOUNTS="$PWD:$PWD" GPUS_PER_NODE=8 BASE_LOG_DIR="$PWD/results/logs"': Run(  # noqa: E501
+        *GUIDE, ("export CONTAINER=", "export MOUNTS="), "paths, GPUs"
+    ),
+    "export COMMAND='functional run --driver nemo-rl examples/configs/grpo_math_1B_dynamo.yaml --out \"$FUNCTIONAL_OUT\" …'": Run(  # noqa: E501
+        "tests/slurm/test_nemo_rl.py",
+        "test_a_small_tree_on_two_nodes",
+        ("functional run --driver nemo-rl",),
+        "a small tree; NeMo RL itself where an image has it",
+    ),
     'export CONTAINER=/shared/images/cpu.sqsh MOUNTS="$PWD:$PWD" GPUS_PER_NODE=8 BASE_LOG_DIR="$PWD/results/logs"': Run(
         *GUIDE, ("export CONTAINER=", "export MOUNTS="), "paths, GPUs"
     ),

@@ -13,6 +13,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from packaging import markers
 
 from docker import install_nemo_rl
 from docker.compile_bytecode import compile_share
@@ -236,6 +237,46 @@ class TestLock:
             other = pins(LOCKFILES / f"{name}.txt", one.python)
             apart = {package for package in locked if package in other and locked[package] != other[package]}
             assert apart <= set(one.differs)
+
+    @pytest.mark.parametrize(
+        "host",
+        [
+            {},  # this one
+            {"python_version": "3.11", "python_full_version": "3.11.2", "implementation_version": "3.11.2"},
+            {"platform_machine": "aarch64"},
+            {"os_name": "nt", "sys_platform": "win32", "platform_system": "Windows", "platform_machine": "AMD64"},
+            {"implementation_name": "pypy", "platform_python_implementation": "PyPy"},
+            {"platform_release": "5.15.0-tegra", "platform_version": "#1 SMP tegra"},
+        ],
+    )
+    def test_the_images_machine_and_python_decide_and_not_the_hosts(
+        self, monkeypatch: pytest.MonkeyPatch, host: dict[str, str]
+    ) -> None:
+        here = {**markers.default_environment(), **host}
+        monkeypatch.setattr(markers, "default_environment", lambda: dict(here))
+        choices = {
+            "a": ("python_full_version >= '3.13'", "python_full_version < '3.13'"),
+            "b": ("python_version == '3.13'", "python_version != '3.13'"),
+            "c": ("platform_machine == 'x86_64'", "platform_machine != 'x86_64'"),
+            "d": ("sys_platform == 'linux' and os_name == 'posix'", "sys_platform != 'linux' or os_name != 'posix'"),
+            "e": ("platform_system == 'Linux'", "platform_system != 'Linux'"),
+            "f": ("implementation_name == 'cpython'", "implementation_name != 'cpython'"),
+            "g": ("platform_python_implementation == 'CPython'", "platform_python_implementation != 'CPython'"),
+            "h": ("platform_release != '5.15.0-tegra'", "platform_release == '5.15.0-tegra'"),
+            "i": ("implementation_version >= '3.13'", "implementation_version < '3.13'"),
+        }
+        asked = [
+            {"name": name, "version": version, "marker": marker}
+            for name, of_image_and_not in choices.items()
+            for version, marker in zip(("1", "2"), of_image_and_not, strict=True)
+        ]
+        project = {"name": "p", "source": {"virtual": "."}, "dependencies": asked}
+        others = [
+            {"name": name, "version": version, "source": {"registry": "elsewhere"}}
+            for name in choices
+            for version in ("1", "2")
+        ]
+        assert nemo_rl._resolved([project, *others], list(choices)) == (dict.fromkeys(choices, "1"), {})
 
     def test_several_versions_of_which_the_project_names_none_are_told(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

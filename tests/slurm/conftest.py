@@ -167,4 +167,10 @@ def nothing_left(site: None) -> Iterator[None]:
     """Each test begins and ends with nodes on which nothing is left of any job."""
     assert_nothing_left()
     yield
+    running = [Job(number) for number in local("run", "squeue", "--noheader", "--format=%i").stdout.split()]
+    for job in running:  # a test that failed must not fail those after it
+        job.cancel()
+    for job in running:
+        job.wait(60)
     assert_nothing_left()
+    assert not running, "the test has left jobs"

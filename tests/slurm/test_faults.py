@@ -56,6 +56,18 @@ def test_cancelled_in_each_phase(phase: str) -> None:
     assert job.wait(40)[0] == "CANCELLED"
 
 
+def test_a_raylet_that_ends_while_ray_starts() -> None:
+    """As it does on a busy machine, by a deadline of Ray's own."""
+    job = submit("python -c 'import ray; ray.init(); print(len(ray.nodes()))'")
+    job.wait_for("container")
+    deadline = time.monotonic() + 60
+    while local("run", "-n", "node1", "pkill", "-KILL", "-x", "raylet", check=False).returncode:
+        assert time.monotonic() < deadline, job.log
+    assert job.wait() == ("COMPLETED", "0:0"), job.log
+    assert "The raylet ended while Ray was starting" in (job.logs / "ray-node1.log").read_text()
+    assert (job.logs / "driver.log").read_text().splitlines()[-1] == "2"
+
+
 def test_cancelled_while_pending() -> None:
     job = submit("sleep 600", "--hold")
     job.cancel()

@@ -14,7 +14,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -38,9 +40,10 @@ from functional.suite.nemo_rl.launch import Ended, run_script, shared_gpu
 from functional.suite.nemo_rl.log import FIRST_REFIT, INVALIDATED, NOT_INVALIDATED, REFIT, NemoRlLog
 from functional.suite.nemo_rl.place import find_nemo_rl, find_recipe, tree_state
 from functional.suite.reserve import RESERVE_BYTES
+from tests.nemo_rl_tree import RECIPE, write_runnable_tree
 
 SOURCE = """
-import os, subprocess, sys, time
+import os, psutil, subprocess, sys, time
 print("Applied CLI overrides")
 print("words:", *sys.argv[1:])
 print("the token is", os.environ.get("SOME_TOKEN"))
@@ -49,6 +52,24 @@ if how == "raises":
     raise RuntimeError("no GPU here")
 if how == "leaves":
     subprocess.Popen(["sleep", "600"], start_new_session=True)
+if how == "leaves on a node":
+    import ray
+    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, runtime_env={"env_vars": dict(os.environ)})
+    @ray.remote(num_cpus=0)
+    class Worker:
+        def start(self):
+            return os.getpid(), subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    actor = Worker.remote()
+    worker, left = ray.get(actor.start.remote())
+    print("left is", left, flush=True)
+    os.kill(worker, 9)
+if how == "ends the cluster":
+    port = int(os.environ["RAY_ADDRESS"].rpartition(":")[2])
+    while any(s.laddr.port == port and s.status == "LISTEN" for s in psutil.net_connections("tcp")):
+        for process in psutil.process_iter(["name"]):
+            if process.info["name"] == "gcs_server" and any(s.laddr.port == port for s in process.net_connections()):
+                process.kill()
+        time.sleep(0.1)
 if how == "hangs":
     time.sleep(600)
 if how == "writes on":
@@ -57,46 +78,13 @@ if how == "writes on":
 if how == "leaves a writer":
     subprocess.Popen([sys.executable, "-uc", "import time; [(print('left'), time.sleep(0.1)) for _ in range(600)]"])
 """
-CONFIG = """
-from omegaconf import OmegaConf
-
-def register_omegaconf_resolvers():
-    pass
-
-def load_config(path):
-    return OmegaConf.load(path)
-
-def parse_hydra_overrides(config, overrides):
-    for word in overrides:
-        key, _, value = word.lstrip("+").partition("=")
-        OmegaConf.update(config, key, value, force_add=True)
-    return config
-"""
-RECIPE = """
-policy: {model_name: a-model, generation: {backend: dynamo, colocated: {resources: {gpus_per_node: 1}}}}
-logger: {log_dir: logs, tensorboard_enabled: true}
-grpo: {max_num_steps: 2, num_prompts_per_step: 2, num_generations_per_prompt: 2,
-       async_grpo: {enabled: true, recompute_kv_cache_after_weight_updates: true}}
-cluster: {gpus_per_node: 2, num_nodes: 1}
-data: {train: {dataset_name: ResponseDataset}, default: {}}
-"""
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A tree of NeMo RL's layout, and environments: this Python, and programs that do nothing."""
     tree = tmp_path / "tree"
-    for path, text in {
-        "pyproject.toml": '[project]\nname = "nemo-rl"\n',
-        "examples/run_grpo.py": SOURCE,
-        "recipe.yaml": RECIPE,
-        "nemo_rl/__init__.py": "",
-        "nemo_rl/utils/__init__.py": "",
-        "nemo_rl/utils/config.py": CONFIG,
-        "nemo_rl/models/generation/dynamo/managed_runtime.py": "",
-    }.items():
-        (tree / path).parent.mkdir(parents=True, exist_ok=True)
-        (tree / path).write_text(text)
+    write_runnable_tree(tree, SOURCE)
     dynamo = tmp_path / "dynamo" / "bin"
     dynamo.mkdir(parents=True)
     (dynamo / "python").symlink_to(sys.executable)
@@ -335,6 +323,9 @@ def test_bad_input_ends_in_one_line_before_anything_starts(place, tmp_path):
         assert (answer.returncode, report) == (2, None)
         assert complaint in answer.stderr.splitlines()[-1]
         assert "Traceback" not in answer.stderr
+    answer, report = run(out, "ends", RAY_ADDRESS="127.0.0.1:1")
+    assert (answer.returncode, report) == (2, None)
+    assert answer.stderr.splitlines()[-1].startswith("error: RAY_ADDRESS=127.0.0.1:1: cannot join (ConnectionRefused")
 
 
 @pytest.mark.parametrize(("how", "cause"), [("raises", "RuntimeError: no GPU here"), ("ends", None)])
@@ -355,8 +346,35 @@ def test_a_run_that_fails_says_why(place, tmp_path, how, cause):
     assert "own script of a commit that is not known" in (tmp_path / "out/report.html").read_text()
 
 
-def test_a_full_disk_ends_the_run_in_one_line(place, tmp_path):
-    """The cluster that is named stands in for a Ray head, which would write to the same disk."""
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """The address of a Ray head that no run started, as `ray.sub` leaves one."""
+    pytest.importorskip("ray")
+    with ray_head(tmp_path_factory.mktemp("cluster") / "ray.log") as address:
+        yield address
+
+
+@contextmanager
+def ray_head(output):
+    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "HOW")}
+    folder = Path(tempfile.mkdtemp(prefix="cluster-"))  # its sockets' paths are bounded
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0", "--num-cpus=4"]
+    command += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}"]
+    with output.open("wb") as log:
+        head = subprocess.Popen(command, env=environment | launch.SLOW_MACHINE, stdout=log, stderr=log)
+    try:
+        yield launch.await_head(head, folder / "ray_current_cluster", output)
+    finally:
+        below = descendants(head.pid)
+        launch.stop(head, signal.SIGTERM, 20.0)
+        for pid in below:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(folder)
+
+
+def test_a_full_disk_ends_the_run_in_one_line(place, cluster, tmp_path):
+    """A Ray head of the run's own would write to the same disk."""
     pytest.importorskip("omegaconf")
     small = tmp_path / "small"
     small.mkdir()
@@ -364,7 +382,7 @@ def test_a_full_disk_ends_the_run_in_one_line(place, tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", small], capture_output=True).returncode:
         pytest.skip("mounting needs root")
     try:
-        answer, report = run(small / "out", "writes on", RAY_ADDRESS="127.0.0.1:1")
+        answer, report = run(small / "out", "writes on", RAY_ADDRESS=cluster)
         log = (small / "out/logs/run_grpo.log").stat().st_size
     finally:
         subprocess.run(["umount", "--lazy", small], check=True)
@@ -383,6 +401,29 @@ def test_what_the_script_leaves_is_found_and_ended(place, tmp_path):
     assert "sleep 600" in left["detail"]
     pid = int(left["detail"].split("process ")[1].split(":")[0])
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_what_is_left_on_a_node_of_another_cluster_is_found_and_ended(place, cluster, tmp_path):
+    """Ray's actors are no descendants of a run that joins a cluster, and what they start outlives them when they are
+    killed."""
+    _, report = run(tmp_path / "out", "leaves on a node", RAY_ADDRESS=cluster)
+    left = next(check for check in report["checks"] if check["name"] == "teardown.nothing_left")
+    assert not left["passed"]
+    pid = int((tmp_path / "out/logs/run_grpo.log").read_text().split("left is ")[1].split()[0])
+    host = cluster.rpartition(":")[0]
+    assert left["detail"] == f"after the script's end, on {host}: process {pid}: sleep 600"
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.full
+def test_a_cluster_that_goes_away_while_the_script_runs(place, tmp_path):
+    """What is on its nodes cannot be looked at, and so is not said to be gone."""
+    pytest.importorskip("ray")
+    with ray_head(tmp_path / "ray.log") as cluster:
+        _, report = run(tmp_path / "out", "ends the cluster", RAY_ADDRESS=cluster)
+    left = next(check for check in report["checks"] if check["name"] == "teardown.nothing_left")
+    assert not left["passed"]
+    assert left["detail"].startswith(f"RAY_ADDRESS={cluster}: cannot join (ConnectionRefusedError: ")
 
 
 def test_a_run_that_hangs_is_stopped(place, tmp_path):

@@ -26,11 +26,11 @@ from functional.runtime.fleet.sockets import ListeningSocket, command_line
 from functional.runtime.jsonlines import write_whole
 from functional.runtime.recipe.redact import redacted, scrubber
 from functional.suite.checklist import Checklist
-from functional.suite.cluster import cluster_address
+from functional.suite.cluster import check_address, cluster_address
 from functional.suite.data import DataRecord
 from functional.suite.hardware import read_hardware
 from functional.suite.leftovers import find_leftovers
-from functional.suite.nemo_rl import read_config, read_events
+from functional.suite.nemo_rl import end_on_nodes, read_config, read_events
 from functional.suite.nemo_rl.checks import (
     GENERATION,
     Events,
@@ -42,7 +42,7 @@ from functional.suite.nemo_rl.checks import (
     check_versions,
     steps_of,
 )
-from functional.suite.nemo_rl.launch import Ended, make_environment, ray_head, run_script, shared_gpu
+from functional.suite.nemo_rl.launch import RUN_VARIABLE, Ended, make_environment, ray_head, run_script, shared_gpu
 from functional.suite.nemo_rl.log import NemoRlLog
 from functional.suite.nemo_rl.network import enter_own_network, has_route
 from functional.suite.nemo_rl.place import NemoRl, find_nemo_rl, find_recipe, tree_state
@@ -137,6 +137,8 @@ def prepare(recipe: Path, out: Path, run_dir: Path, options: Options, overrides:
     environment = make_environment(place, run_dir)
     config = resolve(place, file, words, environment, run_dir)
     check_config(file, config)
+    if (address := cluster_address()) is not None:
+        check_address(address)
     if options.share_gpu:
         if int(config["cluster"]["num_nodes"]) > 1:
             raise ConfigError(f"{file}: cluster.num_nodes: --share-gpu is for one node")
@@ -289,6 +291,8 @@ def carry_out(
             check_logged(prepared, options, report, checks, log, out, run_dir)
         except (RunError, OSError, ValueError) as unread:
             failure = failure or scrub(f"its metrics could not be checked: {unread}")
+    if (address := cluster_address()) is not None:
+        left += left_on_nodes(prepared, address, run_dir)
     await_end()
     shutil.rmtree(run_dir, ignore_errors=True)
     left += find_leftovers(run_dir, {socket.port for socket in ended.sockets} if ended else ())
@@ -310,6 +314,22 @@ def left_by_dynamo(run_dir: Path) -> list[str]:
 def _dynamo_processes() -> list[str]:
     commands = [(pid, command_line(pid)) for pid in descendants(os.getpid())]
     return [f"process {pid}: {line[:120]}" for pid, line in commands if any(mark in line for mark in SERVICES)]
+
+
+def left_on_nodes(prepared: Prepared, address: str, run_dir: Path) -> list[str]:
+    """What of the run outlived its script on the nodes of a cluster that was there before, where its actors are no
+    descendants of ours; ended, and named. That they could not be looked at counts as something left."""
+    answer = run_dir / "nodes.json"
+    mark = f"{RUN_VARIABLE}={prepared.environment[RUN_VARIABLE]}"
+    environment = {name: value for name, value in prepared.environment.items() if name != RUN_VARIABLE}
+    try:
+        check_address(address)
+        words = [end_on_nodes.__file__, mark, str(LEFT_WAIT_S), str(answer)]
+        ask(prepared.place, words, environment, "the cluster's nodes could not be looked at")
+    except ConfigError as unseen:
+        return [str(unseen)]
+    found = json.loads(answer.read_bytes())
+    return [f"after the script's end, on {node}: {what}" for node, lines in found.items() for what in lines]
 
 
 def await_end() -> None:

@@ -20,6 +20,8 @@ from functional.suite.cluster import ADDRESS_VARIABLE, cluster_address
 from functional.suite.nemo_rl.place import DYNAMO_VARIABLE, NemoRl
 
 WORKER_VENVS = "NEMO_RL_VENV_DIR"
+RUN_VARIABLE = "FUNCTIONAL_RUN"
+"""All processes of the run have it, on whatever node: the run's folder."""
 ACTORS = (
     "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker",
     "nemo_rl.algorithms.async_utils.AsyncTrajectoryCollector",
@@ -61,6 +63,7 @@ def make_environment(place: NemoRl, run_dir: Path) -> dict[str, str]:
     if WORKER_VENVS not in found:
         found[WORKER_VENVS] = str(link_environments(place, run_dir / "venvs"))
     found |= {
+        RUN_VARIABLE: str(run_dir),
         DYNAMO_VARIABLE: str(place.dynamo_venv),
         "VIRTUAL_ENV": str(place.python.parents[1]),
         "PATH": os.pathsep.join([str(place.python.parent), found.get("PATH", os.defpath)]),
