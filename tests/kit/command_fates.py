@@ -175,7 +175,7 @@ FATES: dict[str, Fate] = {
         *GUIDE, ("export CONTAINER=", "export MOUNTS="), "paths, GPUs"
     ),
     "export COMMAND='functional run --driver nemo-rl examples/configs/grpo_math_1B_dynamo.yaml --out \"$FUNCTIONAL_OUT\" …'": Run(  # noqa: E501
-        "tests/slurm/test_nemo_rl.py",
+        "tests/slurm/test_nemo_rl_jobs.py",
         "test_a_small_tree_on_two_nodes",
         ("functional run --driver nemo-rl",),
         "a small tree; NeMo RL itself where an image has it",
