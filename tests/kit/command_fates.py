@@ -142,6 +142,17 @@ FATES: dict[str, Fate] = {
     ),
     "./build.py report cpu": Here(says="release cpu, profile cpu"),
     # docs/evidence/gpu
+    "./build.py functional --name nemo --mount ~/models:/models:ro --mount ~/data:/data:ro -- --driver=nemo-rl examples/configs/grpo_math_1B_dynamo.yaml policy.model_name=/models/Qwen3-0.6B …": ByHand(  # noqa: E501
+        A_TREE,
+        "docs/nemo-rl.md",
+        "comes as far as the start of\n`dynamo.vllm`",
+        Run(
+            "tests/kit/test_functional.py",
+            "test_options_of_the_suite_are_given_after_two_dashes",
+            ("--driver=nemo-rl",),
+            "a stand-in for the suite",
+        ),
+    ),
     "functional make-model /dev/shm/m8 --shape Qwen3-8B": ByHand("a GPU", GPU_PAGE, "The shape of Qwen3-8B"),
     "functional run recipes/grpo_gpu.yaml cluster.share_gpu=true policy.model_name=/dev/shm/m8 policy.generation.vllm_cfg.gpu_memory_utilization=0.25": ByHand(  # noqa: E501
         "a GPU", GPU_PAGE, "8b-shape.json"
