@@ -44,7 +44,7 @@ def test_a_small_tree_on_two_nodes() -> None:
     write_runnable_tree(SHARED / "alice/tree", SCRIPT)
     places = {"NEMO_RL_DIR": "/srv/alice/tree", "NEMO_RL_VENV": "/opt/trainer_venv"}
     job = submit('functional run --driver nemo-rl recipe.yaml --out "$FUNCTIONAL_OUT/run"', settings=places)
-    assert job.wait() == ("FAILED", "1:0"), job.log
+    assert job.wait(300) == ("FAILED", "1:0"), job.log
     log = (job.logs / "results/run/logs/run_grpo.log").read_text()
     init = "/srv/alice/tree/nemo_rl/__init__.py"
     assert [line for line in log.splitlines() if line.startswith("on ")] == [f"on 10.0.0.{n} {init}" for n in (1, 2)]
