@@ -99,7 +99,8 @@ def run_script(name, out, *overrides):
     return status, json.loads((out / "report.json").read_text()), read_records(out / "rollouts.jsonl")
 
 
-@pytest.mark.parametrize("updates", [(), pytest.param((IN_FLIGHT,), marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("updates", [(), (IN_FLIGHT,)])
 def test_helpers_samples_have_the_versions_that_they_met(tmp_path, updates):
     """Each request passes the gate for itself: an update that begins within a batch is met by those alone that are
     under way, and what is sent after it is of its version."""
