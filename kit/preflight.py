@@ -39,7 +39,8 @@ class Asked:
     squashfs: Path
     mounts: Sequence[str]
     logs: Path
-    words: Sequence[str]  # recipe and settings
+    recipe: str  # in the image
+    others: Sequence[str]  # settings, and options of the suite
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,14 @@ def _logs(asked: Asked) -> Iterator[Found]:
 
 def _recipe(asked: Asked) -> Iterator[Found]:
     """As the image itself sees it: keys, model, data; and the devices it takes."""
+    if any(word.startswith("--driver=") for word in asked.others):
+        yield Found("recipe", "unknown", f"{asked.recipe} is read by the driver, when the run begins")
+        return
     words = [sys.executable, "-m", "kit.node_run", "--sqsh", str(asked.squashfs)]
     for mount in asked.mounts:
         words += ["--mount", mount]
-    recipes = [word for word in asked.words if "=" not in word] or ["recipes/grpo_cpu.yaml"]
-    settings = [word for word in asked.words if "=" in word]
-    words += ["--env", "RAY_ADDRESS=slurm", "--", "functional", "config", *recipes, *settings, "--json"]
+    settings = [word for word in asked.others if not word.startswith("-")]
+    words += ["--env", "RAY_ADDRESS=slurm", "--", "functional", "config", asked.recipe, *settings, "--json"]
     try:
         finished = run(words, cwd=REPO, check=False, timeout_s=300)
         shown = json.loads(finished.stdout)
@@ -136,7 +139,7 @@ def _recipe(asked: Asked) -> Iterator[Found]:
     if not shown["valid"]:
         yield Found("recipe", "failed", shown["error"])
         return
-    yield Found("recipe", "ok", f"{recipes[0]}, as the image reads it")
+    yield Found("recipe", "ok", f"{asked.recipe}, as the image reads it")
     cluster = shown["recipe"]["cluster"]
     wanted = f"{cluster['num_nodes']} node(s) with {cluster['gpus_per_node']} GPU(s)"
     if cluster["num_nodes"] > asked.nodes or cluster["gpus_per_node"] > asked.gpus:

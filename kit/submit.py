@@ -19,7 +19,7 @@ from kit.errors import KitError, UsageError
 from kit.functional import COMMAND, WORK_PREFIX, checked_release, data_mounts, find_recipe, record_results
 from kit.layout import Release, only_run, release
 from kit.preflight import Asked, check_before
-from kit.record import JobFacts, Record
+from kit.record import JobFacts, Record, read_record
 from kit.release_facts import write_facts
 from kit.run import Ended
 from kit.state import REPO
@@ -140,8 +140,15 @@ def _asked(wanted: Wanted) -> Asked:
         squashfs=made.sqsh,
         mounts=wanted.mounts,
         logs=logs,
-        words=wanted.words,
+        recipe=recipe or _own_recipe(made),
+        others=others,
     )
+
+
+def _own_recipe(made: Release) -> str:
+    """The one that tests/functional/grpo_dynamo.sh takes in this image."""
+    is_cuda = read_record(made.record).image.profile.startswith("cuda")
+    return "recipes/grpo_gpu.yaml" if is_cuda else "recipes/grpo_cpu.yaml"
 
 
 def _backend() -> str:

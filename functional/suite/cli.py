@@ -20,6 +20,8 @@ from functional.runtime.fleet import guard
 from functional.suite.cluster import ray_environment
 
 GRACE_S = 60.0
+NEMO_RL_GRACE_S = 300.0
+"""Its script has a minute to end, and then the nodes of a cluster are asked what is left."""
 COMPLETE = "_FUNCTIONAL_COMPLETE"
 
 app = typer.Typer(
@@ -75,7 +77,7 @@ def run(
     if math.isnan(options.get("deadline_s", 0.0)) or math.isnan(options.get("token_error", 0.0)):
         raise typer.BadParameter("must be a number", param_hint="--deadline-s, --token-error")
     words = (json.dumps(options), *(overrides or []))
-    raise typer.Exit(run_module("functional.suite.nemo_rl.driver", recipe, out, *words))
+    raise typer.Exit(run_module("functional.suite.nemo_rl.driver", recipe, out, *words, grace_s=NEMO_RL_GRACE_S))
 
 
 @app.command()
@@ -277,21 +279,23 @@ def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish.")] 
     typer.echo(get_completion_script(prog_name="functional", complete_var=COMPLETE, shell=shell))
 
 
-def run_module(module: str, recipe: Path, out: Path, *words: str) -> int:
+def run_module(module: str, recipe: Path, out: Path, *words: str, grace_s: float = GRACE_S) -> int:
     """Run a module that takes RECIPE OUT RUN_DIR and more words, under a guard. Returns its exit status."""
     run_dir = tempfile.mkdtemp(prefix="rl", dir="/tmp")  # short: socket paths hold at most 107 bytes
-    return run_guarded([sys.executable, "-m", module, str(recipe), str(out.resolve()), run_dir, *words], run_dir)
+    return run_guarded(
+        [sys.executable, "-m", module, str(recipe), str(out.resolve()), run_dir, *words], run_dir, grace_s
+    )
 
 
-def run_guarded(command: list[str], folder: str) -> int:
+def run_guarded(command: list[str], folder: str, grace_s: float = GRACE_S) -> int:
     """Run `command` so that nothing of it outlives this process, nor `folder` the run.
 
-    SIGINT, SIGTERM and SIGHUP reach it as SIGTERM. Returns its exit status.
+    SIGINT, SIGTERM and SIGHUP reach it as SIGTERM; it has `grace_s` to end then. Returns its exit status.
     """
     read_end, write_end = os.pipe()
     os.set_inheritable(read_end, True)
     process = subprocess.Popen(
-        [sys.executable, "-S", "-E", guard.__file__, str(read_end), str(GRACE_S), folder, *command],
+        [sys.executable, "-S", "-E", guard.__file__, str(read_end), str(grace_s), folder, *command],
         env=os.environ | ray_environment(),
         pass_fds=(read_end,),
         start_new_session=True,

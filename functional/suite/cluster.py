@@ -124,7 +124,7 @@ def check_address(address: str) -> None:
     if not port.isdigit():  # a name of Ray's own, such as "auto"
         return
     try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise _cannot_join(address, error) from error
 

@@ -113,7 +113,8 @@ def test_helpers_samples_have_the_versions_that_they_met(tmp_path, updates):
     served = ServedVersions([Transition(**one | {"after": State(one["after"])}) for one in report["refit_transitions"]])
     for record in records:
         first, last = served.at(record["sent_at"]), served.at(record["answered_at"])
-        assert record["policy_version"] == first
+        # It passes the gate here and is sent by the helper: an update that does not wait may come between.
+        assert record["policy_version"] <= first if updates else record["policy_version"] == first
         # What is answered within an update, after the engines went on, is of the next version.
         assert record["last_version"] in ((last, last + 1) if updates else (first,))
     assert any(r["policy_version"] < r["last_version"] for r in records) == bool(updates)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 import uuid
 from pathlib import Path
 
@@ -118,3 +119,33 @@ def test_all_that_wait_hear_that_nothing_can_be_recorded_any_more():
     failures = asyncio.run(wait_all())
     assert [type(failure) for failure in failures] == [RunError] * 3
     journal.close()
+
+
+def test_who_is_cancelled_while_the_journal_writes_stops_nobody_else(tmp_path):
+    """Neither its thread, nor those that wait later; and what was added is in the file."""
+    journal = RequestJournal(tmp_path / "requests.jsonl")
+    write = journal._write
+
+    def write_slowly():
+        time.sleep(0.2)
+        write()
+
+    journal._write = write_slowly
+
+    async def wait_all():
+        writes = SharedWrites(journal)
+        journal.add(attempt("0" * 36))
+        alone = asyncio.wrap_future(journal.written())
+        await asyncio.sleep(0.1)
+        alone.cancel()
+        shared = asyncio.ensure_future(writes.written())
+        await asyncio.sleep(0.1)
+        assert writes._writing is not None
+        writes._writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(shared, 10)
+        await asyncio.wait_for(writes.written(), 10)
+
+    asyncio.run(wait_all())
+    journal.close()
+    assert [one.request_id for one in read_attempts(tmp_path / "requests.jsonl")] == ["0" * 36]

@@ -223,6 +223,34 @@ def test_given_up_helpers_answer_at_once_and_take_the_next_batch(pool, server, s
     assert all(isinstance(one, Completion) for one in complete(pool, spread, 4))
 
 
+def test_what_is_given_up_before_a_helper_has_begun_it_is_answered(pool, server, spread, monkeypatch):
+    """Where the pipe is full, a request and that it is given up come to the helper in one message."""
+    all_of, in_one_message = spread_module.all_of, []
+
+    def wait_for_both(queue):
+        orders = all_of(queue)
+        while not in_one_message and sum(asked is None for _, asked in orders) < 2:
+            orders += all_of(queue)
+        in_one_message.append(len(orders))
+        return orders
+
+    monkeypatch.setattr(spread_module, "all_of", wait_for_both)
+    spread.add_helper()
+
+    async def give_up_at_once():
+        given_up = asyncio.Event()
+        found = asyncio.ensure_future(spread.complete_each([PROMPT] * 4, Sampling(4), given_up))
+        for _ in range(2):  # until they are sent
+            await asyncio.sleep(0)
+        given_up.set()
+        return await found
+
+    assert {str(one) for one in pool.run(give_up_at_once())} == {"given up while under way"}
+    assert in_one_message == [4]
+    monkeypatch.setattr(spread_module, "all_of", all_of)
+    assert all(isinstance(one, Completion) for one in complete(pool, spread, 4))
+
+
 def test_a_helper_that_dies_loses_its_part_alone(pool, server, spread):
     async def kill(request, number):
         os.kill(spread._helpers[0]._process.pid, signal.SIGKILL)

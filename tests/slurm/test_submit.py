@@ -64,6 +64,16 @@ def test_dry_run_prints_the_job(release: Path) -> None:
     assert "--gres=gpu:2" in job["sbatch"]
 
 
+def test_options_of_the_suite_are_given_after_two_dashes(release: Path) -> None:
+    words = ("--driver=nemo-rl", "--share-gpu", "examples/recipe.yaml", "+data.train.data_path=/srv/x")
+    finished = submit("--dry-run", "--json", "--gpus", "2", "--", *words)
+    assert finished.returncode == 0, finished.stderr
+    assert "? recipe: examples/recipe.yaml is read by the driver, when the run begins" in finished.stderr
+    command = json.loads(finished.stdout)["environment"]["COMMAND"]
+    assert command.startswith("env RECIPE=examples/recipe.yaml ")
+    assert command.endswith("grpo_dynamo.sh --driver=nemo-rl --share-gpu +data.train.data_path=/srv/x")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("nodes", "backend"), [(1, "runner"), (2, "runner"), (1, "oci")])
 def test_the_suite_ends_in_the_record(release: Path, nodes: int, backend: str) -> None:

@@ -127,9 +127,11 @@ def complete_under_watch(
         try:
             while not rollouts.done():
                 await asyncio.wait({rollouts}, timeout=WATCH_INTERVAL_S)
+                if is_given_up():  # before the nodes are asked, which may take long
+                    given_up.set()
                 await asyncio.to_thread(fleet.check_control_plane)
                 lost = await asyncio.to_thread(fleet.lost_workers)
-                if is_given_up() or len(lost) == len(fleet.workers):
+                if len(lost) == len(fleet.workers):
                     given_up.set()
         except BaseException:
             rollouts.cancel()

@@ -66,8 +66,11 @@ class _Desk:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def take(self, orders: Sequence[tuple[int, Asked | None]]) -> None:
+        given_up = {number for number, asked in orders if asked is None}
         for number, asked in orders:
-            if asked is not None:
+            if asked is not None and number in given_up:  # a task that is cancelled before its first step says nothing
+                self._answers.put((number, RolloutError("given up while under way")))
+            elif asked is not None:
                 self._tasks[number] = asyncio.ensure_future(self._answer(number, asked))
             elif number in self._tasks:
                 self._tasks[number].cancel()

@@ -81,9 +81,11 @@ class RequestJournal:
                 mark = self._marks.get(timeout=WRITE_INTERVAL_S)
                 closing = mark is None
             self._write()
-            if mark is not None and self._failure is None:
+            if mark is None or not mark.set_running_or_notify_cancel():
+                continue
+            if self._failure is None:
                 mark.set_result(None)
-            elif mark is not None:
+            else:
                 mark.set_exception(RunError(f"requests cannot be recorded any more: {self._failure}"))
 
     def _write(self) -> None:
@@ -111,22 +113,28 @@ class SharedWrites:
         await waiter
 
     async def _write(self) -> None:
-        """As long as somebody waits."""
-        while self._waiting:
-            waiting, self._waiting = self._waiting, []
-            failure: BaseException | None = None
-            try:
-                await asyncio.wrap_future(self._journal.written())
-            except RunError as error:
-                failure = error
-            for waiter in waiting:
-                if waiter.done():  # cancelled
-                    continue
-                if failure is None:
-                    waiter.set_result(None)
-                else:
-                    waiter.set_exception(failure)
-        self._writing = None
+        """As long as somebody waits. Cancelled, as when its loop is closed, it leaves nobody waiting."""
+        waiting: list[asyncio.Future[None]] = []
+        try:
+            while self._waiting:
+                waiting, self._waiting = self._waiting, []
+                failure: BaseException | None = None
+                try:
+                    await asyncio.wrap_future(self._journal.written())
+                except RunError as error:
+                    failure = error
+                for waiter in waiting:
+                    if waiter.done():  # cancelled
+                        continue
+                    if failure is None:
+                        waiter.set_result(None)
+                    else:
+                        waiter.set_exception(failure)
+        finally:
+            self._writing = None
+            for waiter in (*waiting, *self._waiting):
+                waiter.cancel()
+            self._waiting = []
 
 
 def read_attempts(path: Path) -> list[Attempt]:
