@@ -39,6 +39,7 @@ ray.wait([places[max(places)].leave.remote()])
 """
 
 
+@pytest.mark.full
 def test_a_small_tree_on_two_nodes() -> None:
     """Environments are the image's, and the tree is ours, in a folder that all nodes share."""
     write_runnable_tree(SHARED / "alice/tree", SCRIPT)
