@@ -205,7 +205,8 @@ def keep_asking(out, told, over):
 REPLACING = "replacing worker 0"
 
 
-@pytest.mark.parametrize("delay_s", [pytest.param(0, marks=pytest.mark.full), 6])
+@pytest.mark.full
+@pytest.mark.parametrize("delay_s", [0, 6])
 def test_a_run_that_is_ended_while_its_rollouts_replace_a_worker(tmp_path, delay_s):
     """At once, and while the new engine starts. Before the first step the trainer has nothing to do, so it is the
     thread of rollouts that finds the loss."""
