@@ -212,12 +212,13 @@ def test_a_gate_that_makes_rollouts_wait_lets_them_in_at_the_version_it_opens_wi
     assert pool.run(gate.admit()) == 3
     gate.leave()
     gate.shut()
-    waiting = asyncio.run_coroutine_threadsafe(gate.admit(2), pool._loop)
-    with pytest.raises(TimeoutError):
-        waiting.result(0.1)
+    waiting = [asyncio.run_coroutine_threadsafe(gate.admit(), pool._loop) for _ in range(2)]
+    for one in waiting:
+        with pytest.raises(TimeoutError):
+            one.result(0.1)
     gate.close_and_drain(0)  # who waits is not inside
     gate.reopen(4)
-    assert waiting.result(5) == 4
+    assert [one.result(5) for one in waiting] == [4, 4]
     with pytest.raises(RolloutError, match="2 rollouts still under way"):
         gate.close_and_drain(0.05)
 

@@ -173,8 +173,8 @@ def held(run, looks):
         looks.append(is_given_up(*state))
         return looks[-1]
 
-    def wait_and_leave(count=1):
-        threading.Thread(target=lambda: (over.wait(PATIENCE_S), leave(count))).start()
+    def wait_and_leave():
+        threading.Thread(target=lambda: (over.wait(PATIENCE_S), leave())).start()
 
     run.gate.leave, run.session._is_given_up = wait_and_leave, look
     try:

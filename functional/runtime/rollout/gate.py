@@ -37,22 +37,22 @@ class AdmissionGate:
         with self._condition:
             return None if self._inside else self._entered
 
-    def enter(self, count: int = 1) -> int | None:
-        """Count rollouts in, all at once; returns the version that they are asked of. Raises AdmissionShutError while
-        the gate is shut."""
+    def enter(self) -> int | None:
+        """Count a rollout in; returns the version that it is asked of. Raises AdmissionShutError while the gate is
+        shut."""
         with self._condition:
             if not self._open:
                 raise AdmissionShutError("rollout refused: admission is shut (an update is under way or has failed)")
-            self._inside += count
-            self._entered += count
+            self._inside += 1
+            self._entered += 1
             return self.version
 
-    async def admit(self, count: int = 1) -> int | None:
-        """As `enter`, but where a shut gate has them wait, once it is open."""
+    async def admit(self) -> int | None:
+        """As `enter`, but where a shut gate has it wait, once it is open."""
         while True:
             with self._condition:
                 if self._open or not self._waits:
-                    return self.enter(count)
+                    return self.enter()
                 opened = self._await_opening()
             await opened
 
@@ -76,9 +76,9 @@ class AdmissionGate:
         self._waiting.append(opened)
         return opened
 
-    def leave(self, count: int = 1) -> None:
+    def leave(self) -> None:
         with self._condition:
-            self._inside -= count
+            self._inside -= 1
             self._condition.notify_all()
 
     def shut(self) -> None:
